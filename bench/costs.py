@@ -77,7 +77,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
     n, k = packed.shape
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
-    with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
+    with configure.assume_device(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
         yield from _plain_calls(packed)
         if len(decode) == 1:
             yield "dequantize", decode[0]
@@ -176,7 +176,7 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     tallest = lanes.most_columns(packed) if configure.target(META).capability == 9 else 64
     for bm, r in itertools.product(sorted({16, 32, 64, tallest}), (1, 2)):
         yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
-    yield from ({**config, "SPLIT": 1} for config in lanes.scaled_tiles(packed, configure.MULTIPROCESSORS, META))
+    yield from ({**config, "SPLIT": 1} for config in lanes.scaled_tile_configs(packed, configure.MULTIPROCESSORS, META))
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:
@@ -313,7 +313,7 @@ def compact(kernels: Counts) -> str:
 
 
 def _letters(cost: Cost) -> str:
-    """Counts in five letters, as costs.decoded reads them."""
+    """Counts in five letters, as costs.decode_counts reads them."""
     busy, chain = (cost.trip, cost.chain) if cost.trip else (cost.fixed, cost.start)
     numbers = [math.ceil(cost.registers / 8), 4 * math.log2(cost.step), *(
         1 + costs.STEPS * math.log(cycles) if cycles else 0 for cycles in (busy, chain)), 4 * cost.chain_loads]

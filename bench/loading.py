@@ -19,7 +19,7 @@ from torch import nn
 import qdsl
 from bench.figure import Figure
 from bench.timing import WrongResult
-from qdsl.checkpoint.files.safetensors import laid_out
+from qdsl.checkpoint.files.safetensors import plan_header
 
 GIB = 1 << 30
 BLOCK = 128                                                      # rows and columns of a scale
@@ -103,7 +103,7 @@ def write_folder(folder: Path, model: nn.Module, settings: Mapping[str, object],
     largest = 0
     for number, tensors in enumerate(shards, 1):
         path = folder / f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
-        start, header = laid_out(path, tensors, {"format": "pt"})
+        start, header = plan_header(path, tensors, {"format": "pt"})
         placed |= dict.fromkeys(tensors, path.name)
         with open(path, "wb") as file:
             file.write(start)

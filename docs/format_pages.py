@@ -46,7 +46,7 @@ def code(*words: str) -> list[str]:
 
 def write(path: Path, out: Path) -> None:
     """Write the page of a spec into a folder."""
-    programs = page.distinct(compile_spec(load(path)))
+    programs = page.distinct_layouts(compile_spec(load(path)))
     spec, about = programs[0].spec, page.spec_json(programs)
     kinds = field_kinds(programs)
     first = {program.storage: program for program in reversed(programs)}
@@ -69,7 +69,7 @@ def _storage(program: Program) -> Iterator[str]:
     yield from [f"{bits_text(program)}{', at ' + parameters if parameters else ''}.", ""]
     yield from rows(["tensor", "type", "shape"], [code(tensor.name, str(tensor.kind), f"[{', '.join(tensor_axes(tensor))}]")
                                                   for tensor in program.tensors])
-    yield from [f"<div class=\"wide\" data-search-exclude>{picture.svg([program]).strip()}</div>", ""]
+    yield from [f"<div class=\"wide\" data-search-exclude>{picture.svg_picture([program]).strip()}</div>", ""]
 
 
 def _quantizing(program: Program) -> list[str]:

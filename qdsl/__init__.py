@@ -47,10 +47,10 @@ def load(spec: Path | str) -> ModuleType:
     from pathlib import Path
 
     from qdsl.checkpoint.detect.targets import spec_of
-    from qdsl.core.places import further, shipped
+    from qdsl.core.places import shipped, user_specs
 
     path = spec_of(str(spec))
-    if path.resolve() in [own.resolve() for own in further()] or (path in shipped() and not Path(spec).is_file()):
+    if path.resolve() in [own.resolve() for own in user_specs()] or (path in shipped() and not Path(spec).is_file()):
         return import_module(f"qdsl.generated.{path.stem}")
     from qdsl.compiler.load import load as load_spec
 
@@ -290,6 +290,6 @@ def _further_modules() -> list[Path]:
     if not os.environ.get("QDSL_SPECS"):                         # generated modules run without the compiler
         return []
     from qdsl.compiler.load import build_together
-    from qdsl.core.places import further
+    from qdsl.core.places import user_specs
 
-    return [build_together(further())]
+    return [build_together(user_specs())]

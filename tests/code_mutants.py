@@ -56,7 +56,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 # Mutants that are tried besides those that are drawn: both once survived.
 NAMED: dict[str, tuple[str, ...]] = {
-    "qdsl/core/layout.py": ("split: stride * period -> stride + period",),
+    "qdsl/core/layout.py": ("split_at_words: stride * period -> stride + period",),
     "qdsl/runtime/torch/decode.py": ("_decode_in_order: stop - start -> stop + start",),
 }
 # Mutants that do what the code does, and why: path -> name -> proof.
@@ -64,8 +64,8 @@ EQUAL: dict[str, dict[str, str]] = {
     "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
     "qdsl/runtime/weight/convert.py": {
-        "_Change: done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}"
-        " -> pass": "by_words notices tensors on meta and makes all of them from fields, which takes longer"},
+        "_StorageChange: done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}"
+        " -> pass": "move_by_words notices tensors on meta and makes all of them from fields, which takes longer"},
     "qdsl/compiler/passes/record_lines.py": {"RecordReader.read_item: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 

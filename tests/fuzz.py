@@ -259,7 +259,7 @@ def read_original(data: bytes) -> None:
 
 def read_checksums(data: bytes) -> None:
     (work() / "plain" / crc.FILE).write_bytes(data)
-    checksums.damaged(work() / "plain")
+    checksums.checksum_problems(work() / "plain")
 
 
 def read_state(name: str) -> Target:
@@ -281,7 +281,7 @@ TENSORS = [("a", [b"a" * 8], 8, 2), ("b", [b"b" * 3], 3, 0)]
 def read_journal(data: bytes) -> None:
     unfinished = resume.Resume("", {})
     file = BytesIO(b"start" + b"a" * 8 + bytes(2) + b"b" * 3)
-    whole = resume._whole(file, BytesIO(data), b"start", TENSORS, unfinished, {})
+    whole = resume._keep_complete(file, BytesIO(data), b"start", TENSORS, unfinished, {})
     assert len(unfinished.notes) == whole and file.tell() in (0, 15, 18)
 
 

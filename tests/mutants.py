@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from qdsl.compiler.emit.module.module import module as module_text
+from qdsl.compiler.emit.module.module import module_files as module_text
 from qdsl.compiler.emit.triton.matrix_unit import FUNCTIONS
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes import compile_spec

@@ -224,7 +224,7 @@ def parts(asked: Asked) -> Answer:
     values: dict[str, float] = {}
     for rows in (16, 64):
         x, out = (torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        chosen = plan.fused(packed, rows, x.dtype, x.device)
+        chosen = plan.fused_candidate(packed, rows, x.dtype, x.device)
         rule = next(candidate for candidate in plan.candidates(packed, rows, x.dtype, x.device) if candidate.kind == "tile_gemm")
         ways = [chosen, *(Candidate("tile_gemm", {**rule.config, "SPLIT": split}) for split in SPLITS)]
         graphs = [clock.Graph([call.run for copy in copies for call in launch.linear_calls(x, copy, None, out, candidate=way)])

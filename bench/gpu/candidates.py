@@ -63,9 +63,9 @@ def products() -> list[Product]:
             for rows in some]
 
 
-def candidates(packed: PackedWeight, rows: int, device: torch.device) -> list[plan.Option]:
+def candidates(packed: PackedWeight, rows: int, device: torch.device) -> list[plan.CandidateCost]:
     """The ways that are timed, as the plan ranks them: what it chooses without timings first; 'decode' is always one of them."""
-    options = plan.choice(packed, rows, X, device).options
+    options = plan.choose_candidate(packed, rows, X, device).options
     timed = [option for option in options[:MOST] if option.seconds <= SLOWEST * options[0].seconds]
     return timed + [option for option in options if option.candidate.kind == "decode" and option not in timed]
 
@@ -115,7 +115,7 @@ def _timed(timed: Product, copies: list[PackedWeight], rounds: int, left_out: li
     graphs: dict[int, clock.Graph] = {}
     for place, option in enumerate(options):
         try:
-            graphs[place] = clock.Graph([partial(product.by, option.candidate, x, copy) for copy in copies], LAUNCHES)
+            graphs[place] = clock.Graph([partial(product.product_by, option.candidate, x, copy) for copy in copies], LAUNCHES)
         except Exception as error:
             left_out.append(f"{timed.weight}, M = {timed.rows}, {option.candidate}: {type(error).__name__}: {str(error)[:200]}")
             torch.cuda.synchronize()

@@ -60,7 +60,7 @@ def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: boo
     """By the kernel for so many rows, in the launches of the runtime; decoded where there is none on a GPU."""
     x, weight = as_stored(x, weight)
     if not invariant and is_decoded(x, weight):
-        return gpu_product.by(Candidate("decode"), x, weight, bias)
+        return gpu_product.product_by(Candidate("decode"), x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
     candidate = None if invariant else regimes.candidate(x, weight, is_tiled)
     for call in launch.linear_calls(x, weight, bias, out, invariant, candidate):
@@ -111,7 +111,7 @@ class Examined:
         result, again = (product(x, self.weight, bias, is_tiled=check.tiled) for _ in range(2))
         tiles = is_decoded(x, self.weight)
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias, check.tiled)
-        rounded = tiles or self.weight.layout.kernels.rounds(x.dtype, self.weight.tensors)
+        rounded = tiles or self.weight.layout.kernels.rounds_tables(x.dtype, self.weight.tensors)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added
         spread = wide.abs() @ self.exact.abs().t() + added.abs()

@@ -63,7 +63,7 @@ class Candidates:
 
     def calls(self) -> Iterator[Call]:
         packed, meta = self.weight.meta(), torch.device("meta")
-        options = plan.choice(packed, self.rows, X, meta).options
+        options = plan.choose_candidate(packed, self.rows, X, meta).options
         for option in options[:self.most or None]:
             for call in product_calls(packed, self.rows, X, candidate=option.candidate):
                 yield from (replace(call, options={**call.options, "num_stages": stages}) for stages in self.stages) \
@@ -93,7 +93,7 @@ def carried() -> Row:
         with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(before)}):
             compiled = compile_job(job)
         relocate(before.rename(after))
-        driver = load_carried(H200, lambda: product.by(plan.best(own, job.rows, X, x.device), x, own), calls, after)
+        driver = load_carried(H200, lambda: product.product_by(plan.best(own, job.rows, X, x.device), x, own), calls, after)
     machines = {name: int.from_bytes(cubin[18:20], "little") for name, cubin in driver.binaries.items()}
     return {"compiled": compiled.launches, "launched": driver.launches, "error": compiled.error, "machines": machines,
             "kernels": sorted({call.kernel.__name__ for call in calls})}
@@ -117,7 +117,7 @@ def correct(where: Where) -> Iterator[Row]:
                 yield _judged(where, weight, candidate, x, stored, sums, spread)
         with patch.object(costs, "DECODED", 2 * 128 * 512):
             x = torch.ones(300, SMALL[1], dtype=where.x, device=where.device)
-            first, again = (product.by(Candidate("decode"), x, stored, mode="") for _ in range(2))
+            first, again = (product.product_by(Candidate("decode"), x, stored, mode="") for _ in range(2))
             yield {"weight": str(weight), "kernel": "decode in tiles", "same": torch.equal(first, again)}
 
 
@@ -125,7 +125,7 @@ def _judged(where: Where, weight: Weight, candidate: Candidate, x: Tensor, store
             ) -> Row:
     row = {"weight": str(weight), "kernel": candidate.kind, "config": dict(candidate.config), "rows": len(x)}
     try:
-        out = product.by(candidate, x.to(where.device), stored)
+        out = product.product_by(candidate, x.to(where.device), stored)
         where.wait()
     except Exception as error:                                   # whatever a kernel does wrong is a result
         return row | {"wrong": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -146,8 +146,8 @@ def table(where: Where) -> Iterator[Row]:
                 of_dense[m] = where.seconds([partial(torch.nn.functional.linear, x, one) for one in dense])
                 yield {"weight": "dense bfloat16", "rows": m, "us": _short(of_dense[m] * 1e6)}
             copies = copies or _copies(where, weight)
-            option = plan.choice(copies[0], m, x.dtype, where.device).options[0]
-            seconds = where.seconds([partial(product.by, option.candidate, x, one) for one in copies])
+            option = plan.choose_candidate(copies[0], m, x.dtype, where.device).options[0]
+            seconds = where.seconds([partial(product.product_by, option.candidate, x, one) for one in copies])
             yield {"weight": str(weight), "rows": m, "kernel": option.candidate.kind, "us": _short(seconds * 1e6),
                    "modelled_us": _short(option.seconds * 1e6), "of_dense": _short(seconds / of_dense[m])}
 
@@ -157,10 +157,10 @@ def gemv(where: Where) -> Iterator[Row]:
     n, k = where.shape(8192, 8192)
     for weight in where.some(chosen(ONE_ROW, (n, k))):
         copies, x, out = _copies(where, weight), _normal(where, 1, k), torch.empty(1, n, device=where.device, dtype=where.x)
-        ways = [option.candidate for option in plan.choice(copies[0], 1, x.dtype, where.device).options
+        ways = [option.candidate for option in plan.choose_candidate(copies[0], 1, x.dtype, where.device).options
                 if option.candidate.kind == "gemv"]
         for way in where.some(ways[:4]):
-            wanted = product.by(way, x, copies[0])
+            wanted = product.product_by(way, x, copies[0])
             for stages in where.some(STAGES):
                 calls = [replace(call, options={**call.options, "num_stages": stages})
                          for one in copies for call in launch.linear_calls(x, one, None, out, candidate=way)]
@@ -187,8 +187,8 @@ def pdl(where: Where) -> Iterator[Row]:
 
 def _chain(x: Tensor, copies: list[PackedWeight]) -> Tensor:
     for one in copies:
-        candidate = plan.fused(one, x.shape[0], x.dtype, x.device)
-        x = product.by(candidate, x, one)
+        candidate = plan.fused_candidate(one, x.shape[0], x.dtype, x.device)
+        x = product.product_by(candidate, x, one)
     return x
 
 

@@ -63,7 +63,7 @@ def fits(weight: Weight) -> bool:
     form = format_of(weight.name)
     sizes = form.sizes(weight.chosen, weight.shape)
     layout = form.storage(weight.storage, weight.chosen)[1]
-    return not layout.decoded.why_not(weight.shape, sizes) and all(
+    return not layout.decoded.why_unsupported_shape(weight.shape, sizes) and all(
         extents(stored.axes, *weight.shape, sizes) is not None for stored in layout.tensors.values())
 
 

@@ -28,8 +28,8 @@ def explain_choice(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[st
     weights, of a candidate: 'exact', or the dtype to which it rounds them.
     """
     dtype = TYPES[x]
-    with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
-        choice = plan.choice(packed, rows, dtype, META)
+    with configure.assume_device(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
+        choice = plan.choose_candidate(packed, rows, dtype, META)
         refused = dict(_refused_kernels(packed, rows, dtype))
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
                    "us": float(f"{option.seconds * 1e6:.4g}"),
@@ -37,7 +37,7 @@ def explain_choice(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[st
                   for option in choice.options]
     dense = costs.matmul_seconds(rows, *packed.shape, dtype.itemsize, gpu)
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
-            "gpu": gpu.title, "times": "modelled", "chosen": candidates[0], "reason": _reason(choice, gpu),
+            "gpu": gpu.title, "times": "modelled", "chosen": candidates[0], "reason": _why_chosen(choice, gpu),
             **of_dense(choice.options[0].seconds, dense),
             "counts": _counted_architectures(packed, choice, gpu), "candidates": candidates, "refused": refused}
 
@@ -66,9 +66,9 @@ def candidate_rows(choice: dict[str, Any]) -> list[list[str]]:
             for option, config in zip(choice["candidates"], configs, strict=True)]
 
 
-def _reason(choice: plan.Choice, gpu: Gpu) -> str:
+def _why_chosen(choice: plan.Choice, gpu: Gpu) -> str:
     """Why this candidate is chosen over the cheapest candidate of every other kernel."""
-    best: dict[str, plan.Option] = {}
+    best: dict[str, plan.CandidateCost] = {}
     for option in choice.options:
         best.setdefault(option.candidate.kind, option)
     chosen, *others = best.values()

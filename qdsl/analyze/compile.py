@@ -133,7 +133,7 @@ def argument_offset(types: Mapping[str, Any], name: str, arch: Arch) -> int | No
     """
     place = 0x380 if arch.capability >= 100 else 0x210 if arch.capability >= 90 else 0x160
     for argument, kind in types.items():
-        for part in _flat_types(kind):
+        for part in _runtime_types(kind):
             size = 8 if part.startswith("*") or part.endswith("64") else 4
             place = -(-place // size) * size
             if argument == name:
@@ -142,10 +142,10 @@ def argument_offset(types: Mapping[str, Any], name: str, arch: Arch) -> int | No
     return None
 
 
-def _flat_types(kind: Any) -> list[str]:
+def _runtime_types(kind: Any) -> list[str]:
     """The types that a kernel has for an argument: of a tuple its elements', of a constant none."""
     if isinstance(kind, tuple):
-        return [part for element in kind for part in _flat_types(element)]
+        return [part for element in kind for part in _runtime_types(element)]
     return [] if kind == "constexpr" else [str(kind)]
 
 

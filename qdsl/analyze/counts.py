@@ -15,7 +15,7 @@ from qdsl.analyze.chains import ChainCycles
 from qdsl.analyze.gpus import AnalyzeError, arch_of
 from qdsl.analyze.registers import uses_argument_address
 from qdsl.analyze.sass import Code, Instruction
-from qdsl.runtime.gpu.costs import Work
+from qdsl.runtime.gpu.costs import RepeatedWork
 from qdsl.runtime.libraries.private_apis import allocation
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Report:
     hot_chain: ChainCycles
     outside_chain: ChainCycles
     loaded: int
-    work: Work
+    work: RepeatedWork
     opcodes: dict[str, int]
     loads: dict[str, int]
     load_widths: dict[int, int]
@@ -123,14 +123,14 @@ def report(call: Call, arch: str) -> Report:
     return counts
 
 
-def _repeated_work(call: Call, programs: int, weight: int) -> Work:
+def _repeated_work(call: Call, programs: int, weight: int) -> RepeatedWork:
     """What programs of a launch do several times with so many bytes of a weight, and with x if they multiply."""
     x = dict(zip(call.kernel.arg_names, call.arguments, strict=False)).get("x")
     if not isinstance(x, Tensor):
-        return Work(weight)
+        return RepeatedWork(weight)
     passes, is_copied = call.grid[1] if len(call.grid) > 1 else 1, "STAGES" in call.constants
     loaded = x.numel() * x.element_size() * (programs // passes) // call.constants.get("SPLIT", 1)
-    return Work(weight, passes, loaded, is_copied, 128 // call.constants.get("SIZE", 128) - 1 if is_copied else 0)
+    return RepeatedWork(weight, passes, loaded, is_copied, 128 // call.constants.get("SIZE", 128) - 1 if is_copied else 0)
 
 
 def _weight_share(call: Call, programs: int) -> float:
@@ -161,7 +161,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def count_instructions(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int,
-                       work: Work | None = None, stored: float = 0.0, columns: int = 1) -> Report:
+                       work: RepeatedWork | None = None, stored: float = 0.0, columns: int = 1) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
@@ -206,7 +206,7 @@ def count_instructions(compiled: Compiled, arch: str, programs: int, weights: in
         hot_pipes=per_weight(hot_pipes, hot_weights), whole_pipes=per_weight(whole_pipes, weights),
         cycles={name: taken * threads / weights for name, taken in cycles.items()},
         hot_cycles=hot_cycles, outside_cycles=outside_cycles, hot_chain=hot_chain, outside_chain=outside_chain,
-        loaded=programs * (hot_bytes * trips + sum(load.loaded for load in outside) * threads), work=work or Work(),
+        loaded=programs * (hot_bytes * trips + sum(load.loaded for load in outside) * threads), work=work or RepeatedWork(),
         opcodes=dict(Counter(load.opcode for load in hot).most_common()),
         loads=dict(Counter(load.opcode for load in loads).most_common()),
         load_widths=dict(sorted(Counter(8 * load.loaded for load in loads).items())),

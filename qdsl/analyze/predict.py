@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from qdsl.analyze.counts import Report
 from qdsl.analyze.gpus import AnalyzeError, Gpu, arch_of
-from qdsl.runtime.gpu.costs import LAUNCH, Cost, terms
+from qdsl.runtime.gpu.costs import LAUNCH, Cost, launch_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ def predict(report: Report, gpu: Gpu) -> Prediction:
     if report.arch != gpu.arch:
         raise AnalyzeError(f"{gpu.title} runs kernels of {gpu.arch}, not of {report.arch}")
     arch = arch_of(gpu.arch)
-    resident = arch.resident(report.registers, report.shared_bytes, report.warps)
+    resident = arch.resident_programs(report.registers, report.shared_bytes, report.warps)
     if not resident:
         return Prediction(gpu.name, 0.0, "does not fit", None, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
-    taken = terms(report_cost(report), report.programs, report.trips, report.traffic, report.work, gpu)
+    taken = launch_times(report_cost(report), report.programs, report.trips, report.traffic, report.work, gpu)
     limits = {"memory": taken.memory, "L2": taken.cached, busiest_pipe(report): taken.busy, "chain": taken.chain - taken.first,
               "start": LAUNCH + taken.first}
     limit = max(limits, key=lambda name: limits[name])

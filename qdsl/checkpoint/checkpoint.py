@@ -17,7 +17,7 @@ from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.headers import Headers
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.text import Displayed, byte_text, counted, html_table, nearest
+from qdsl.core.text import Displayed, byte_text, counted, html_table, nearest_names
 
 if TYPE_CHECKING:
     import torch
@@ -247,7 +247,7 @@ class Checkpoint:
             more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
             return f"; it holds {', '.join(map(shown, inside[:3]))}{more}"
         plain = [candidate.removesuffix(".weight") for candidate in names]
-        if alike := nearest(name.removesuffix(".weight"), plain):
+        if alike := nearest_names(name.removesuffix(".weight"), plain):
             return f"; did you mean {' or '.join(map(shown, alike))}?"
         return f"; there are {', '.join(map(shown, plain))}" if 0 < len(plain) <= FEW else ""
 

@@ -165,11 +165,11 @@ def reported(code: int = 1) -> Iterator[None]:
 
 def os_message(error: OSError) -> str:
     """The message of an error of files, without its number, and with similar names: 'model.gguf: No such file or directory'."""
-    from qdsl.checkpoint.files.references import similar
+    from qdsl.checkpoint.files.references import path_hint
 
     if error.filename is None or error.strerror is None:
         return f"{error}"
-    near = similar(Path(os.fsdecode(error.filename))) if error.errno == ENOENT else ""
+    near = path_hint(Path(os.fsdecode(error.filename))) if error.errno == ENOENT else ""
     return f"{error.filename}: {error.strerror}{near}"
 
 
@@ -229,6 +229,6 @@ def width() -> int | None:
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:
     """Print a table, as wide as the terminal; a pipe gets whole cells."""
-    from qdsl.core.table import table
+    from qdsl.core.table import table_lines
 
-    typer.echo("\n".join(table(heads, rows, "", width())))
+    typer.echo("\n".join(table_lines(heads, rows, "", width())))

@@ -23,11 +23,11 @@ def plan(model: Annotated[str, typer.Argument(show_default=False,
     Exit code 1 where none fit.
     """
     from qdsl.checkpoint.files.references import local_headers
-    from qdsl.jobs.convert.capacity import CHOICES, capacity
+    from qdsl.jobs.convert.capacity import CHOICES, formats_that_fit
 
     limit = read_size(vram)
     with reported(), local_headers(model) as path:
-        planned = capacity(path, limit, resident or (), model)
+        planned = formats_that_fit(path, limit, resident or (), model)
     if as_json:
         typer.echo(json_text({"model": model, **asdict(planned)}))
     else:

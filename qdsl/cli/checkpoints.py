@@ -99,10 +99,10 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
             if decoded:
                 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 
-                differences = verifying.of_models(
+                differences = verifying.model_differences(
                     a, b, lambda x, y, report: decoded_differences(x, y, tolerance, jobs=jobs, tell=report), tell)
             else:
-                differences = verifying.of_models(
+                differences = verifying.model_differences(
                     a, b, lambda x, y, report: verifying.differences(x, y, jobs=jobs, tell=report), tell)
     hint = "" if decoded or all(difference.kind != "shape" for difference in differences) else (
         "; --decoded compares the weights that layers stand for, whatever their layouts")
@@ -115,7 +115,7 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
     from qdsl.checkpoint.files import checksums
 
     with reported(), progress({CHECK: checksums.size(path)}) as tell:
-        problems = checksums.damaged(path, tell)
+        problems = checksums.checksum_problems(path, tell)
     last = counted(len(problems), "problem") if problems else "all tensors fit their checksums"
     _print_result({"problems": problems}, problems, last, as_json)
 

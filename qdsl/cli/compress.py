@@ -95,8 +95,7 @@ def decompress(folder: Annotated[Path, input_argument("A folder written by `comp
 
     part, label = read_part(shard)
     with reported(), exit_on_sigterm():
-        report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part, force=force,
-                                    tell=progress)
+        report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part, force=force, tell=progress)
     print_restored(report, as_json, label)
 
 

@@ -115,11 +115,11 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
     """Print the report of `convert` or of `quantize --format`.  part: words for a part of a folder."""
     if print_report(report, as_json):
         return
-    from qdsl.jobs.convert.report import HEADS, left_lines, table
+    from qdsl.jobs.convert.report import HEADS, table, unchanged_lines
 
     if "quantized" in report:
         print_table(HEADS, table(report))
-    for line in left_lines(report):
+    for line in unchanged_lines(report):
         typer.echo(line)
     for layers in report["layers"]:
         typer.echo(f"{counted(layers['count'], 'layer')} from {layers['from']} to {layers['to']}")

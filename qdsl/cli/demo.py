@@ -30,9 +30,9 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
         except ValueError as error:
             fail(f"{error}")
     if not as_json:
-        print_table(demonstration.HEADS, [demonstration.shown(row) for row in result["formats"]])
+        print_table(demonstration.HEADS, [demonstration.format_row(row) for row in result["formats"]])
         typer.echo(demonstration.LEGEND + "\n")
-    answers = demonstration.answers(say) if weights is None else []
+    answers = demonstration.ask_models(say) if weights is None else []
     if as_json:
         typer.echo(json_text({**result, "answers": answers}))
     elif answers:

@@ -93,11 +93,11 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
 
 def print_dequantized(report: dict[str, Any], dtype: str, as_json: bool, part: str = "") -> None:
     """Print the report of a folder.  part: words for a part of it."""
-    from qdsl.jobs.convert.report import left_lines
+    from qdsl.jobs.convert.report import unchanged_lines
 
     if print_report(report, as_json):
         return
-    for line in left_lines(report):
+    for line in unchanged_lines(report):
         typer.echo(line)
     for layers in report["layers"]:
         typer.echo(f"{counted(layers['count'], 'layer')} of {layers['from']} as {dtype}")

@@ -19,7 +19,7 @@ from qdsl.cli.options import Force, Json, Spec
 from qdsl.core.text import counted, name_key
 
 if TYPE_CHECKING:
-    from qdsl.compiler.emit.module.build import Written
+    from qdsl.compiler.emit.module.build import BuiltFile
 
 A_PROCESS = 8                                                    # specs that are worth a process of their own
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
@@ -153,14 +153,14 @@ def _producer_rows(folder: Path, verify: bool) -> list[dict[str, str]]:
 
     source = places.specs() / builder.PRODUCERS
     try:
-        rows = _rows(source, builder.put(builder.producer_files(source), folder, not verify))
+        rows = _rows(source, builder.write_files(builder.producer_files(source), folder, not verify))
         descriptions()
     except ProducerError as error:
         fail(f"{error}")
     return rows
 
 
-def _rows(source: Path, files: Iterable[Written]) -> list[dict[str, str]]:
+def _rows(source: Path, files: Iterable[BuiltFile]) -> list[dict[str, str]]:
     return [{"spec": str(source), "path": _short(file.path), "change": file.change} for file in files]
 
 
@@ -177,12 +177,12 @@ def list_(as_json: Json = False) -> None:
     """List the formats that ship with qdsl, and those of the folder that QDSL_SPECS names."""
     import qdsl.generated
     from qdsl.core import places
-    from qdsl.core.program import modules, read, summary
+    from qdsl.core.program import program_files, read_program, summary
 
     with reported():
-        built = modules(qdsl.generated.__path__)
+        built = program_files(qdsl.generated.__path__)
         try:
-            rows = [summary(read(built[path.stem])) for path in (*places.shipped(), *places.further())]
+            rows = [summary(read_program(built[path.stem])) for path in (*places.shipped(), *places.user_specs())]
         except (OSError, KeyError, ValueError):
             fail("a spec was not built yet: run `qdsl build --all`")
     if as_json:
@@ -208,10 +208,10 @@ def show(spec: Spec,
     with reported():
         programs = compile_spec(load(path := spec_of(spec)))
         if str(svg) == "-":
-            typer.echo(picture.svg(page.distinct(programs)))
+            typer.echo(picture.svg_picture(page.distinct_layouts(programs)))
         elif svg is not None:
             check_output(svg, path, force=force)
-            write_text(svg, picture.svg(page.distinct(programs)))
+            write_text(svg, picture.svg_picture(page.distinct_layouts(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:
             typer.echo(json_text(page.spec_json(programs)))

@@ -208,9 +208,9 @@ def _write(text: str) -> None:
 
 def _setting(loaded: LanguageModel) -> str:
     """One line: the dtype and arithmetic of products, and the threads."""
-    from qdsl.models.processor import arithmetic
+    from qdsl.models.processor import arithmetic_text
 
-    return arithmetic(loaded.model)
+    return arithmetic_text(loaded.model)
 
 
 def _speed(result: Generation) -> str:

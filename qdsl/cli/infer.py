@@ -14,8 +14,8 @@ import typer
 
 from qdsl.cli.app import app, fail, json_text, reported
 from qdsl.cli.options import Force, Json
-from qdsl.core.places import regular
-from qdsl.core.text import listed
+from qdsl.core.places import check_regular
+from qdsl.core.text import join_names
 
 if TYPE_CHECKING:
     from qdsl.infer.run import Inferred
@@ -144,14 +144,14 @@ def _infer_from_tensors(file: Path, packed: str | None, values: str, values_file
                 name: str) -> tuple[Inferred, dict[str, Any]]:
     """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
     for path in filter(None, (file, values_file)):               # before torch is imported
-        if regular(path).suffix != ".safetensors" and not zipfile.is_zipfile(path):
+        if check_regular(path).suffix != ".safetensors" and not zipfile.is_zipfile(path):
             fail(f"{path}: neither a .safetensors nor a .npz file")
     from qdsl.analyze.check.formats import EXPECTED
     from qdsl.infer.run import InferError, infer
     from qdsl.infer.text import stored_name
 
     if packed is None:
-        fail(f"name the tensor that holds the codes with --packed; {file} has {listed([*map(repr, _read(file, None))])}", 2)
+        fail(f"name the tensor that holds the codes with --packed; {file} has {join_names([*map(repr, _read(file, None))])}", 2)
     tensors = _read(file, {packed, *others, *({values} if values_file is None else ())})
     weights = tensors.pop(values) if values_file is None else _read(values_file, {values})[values]
     try:

@@ -36,10 +36,10 @@ def compared(folder: Any, detected: Any) -> tuple[Any, list[str]]:
     from qdsl.checkpoint.detect.shaped import transposed_by_type
 
     try:
-        from qdsl.models.shapes import compared
+        from qdsl.models.shapes import class_findings
     except ImportError:
         return detected, transposed_by_type(folder, detected)
-    missing, transposed = compared(folder, detected)
+    missing, transposed = class_findings(folder, detected)
     return replace(detected, findings=[*detected.findings, *missing]), transposed
 
 

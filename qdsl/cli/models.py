@@ -121,15 +121,15 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
     base: the model of an option --base, which libraries look up by themselves.
     """
     from qdsl.checkpoint.files.components import open_models, why_no_config, why_no_model
-    from qdsl.checkpoint.files.references import available, parsed, similar
+    from qdsl.checkpoint.files.references import available, parse_reference, path_hint
 
     with reported():
-        targets = {ref: parsed(ref) for ref in filter(None, refs)}
+        targets = {ref: parse_reference(ref) for ref in filter(None, refs)}
         for ref in [*(ref for ref, target in targets.items() if not isinstance(target, Path)), *([base] if base else [])]:
             available(ref)
     for ref, target in targets.items():
         if isinstance(target, Path) and not target.exists():
-            fail(f"{ref}: no such folder or file{similar(target)}")
+            fail(f"{ref}: no such folder or file{path_hint(target)}")
         if isinstance(target, Path) and (why := why_no_model(target) or ("" if base else why_no_config(target))):
             fail(f"{ref}: {why}")
         if isinstance(target, Path) and any(target.glob("*.safetensors")):
@@ -145,11 +145,11 @@ def check_options(device: str | None, *formats: tuple[str, Mapping[str, Any]]) -
     from qdsl.checkpoint.detect.descriptions import program_of
     from qdsl.checkpoint.detect.targets import with_storage
     from qdsl.core.options import choose_options
-    from qdsl.core.program import description
+    from qdsl.core.program import program_description
 
     for name, params in formats:
         format, options = with_storage(name, params)
-        choose_options(description(program_of(format)), options)
+        choose_options(program_description(program_of(format)), options)
     if device is not None:
         from qdsl.models.plugin import usable_device
 
@@ -160,9 +160,9 @@ def check_plain(ref: str, *formats: str) -> None:
     """Exit with code 1 for a local model that is quantized already, in other formats than those that it is to have."""
     from qdsl.checkpoint.detect.layers import detected_layers
     from qdsl.checkpoint.files import components
-    from qdsl.checkpoint.files.references import parsed
+    from qdsl.checkpoint.files.references import parse_reference
 
-    path = parsed(ref)
+    path = parse_reference(ref)
     if not formats or not isinstance(path, Path):
         return
     if components.gguf(path) is not None:

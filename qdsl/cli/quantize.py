@@ -97,8 +97,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     run = CalibrationRun.of(context, calibrate, samples, length, method, sequential, device, target_bits, types)
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown,
-                         as_json, run)
+        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown, as_json, run)
         return
     from qdsl.jobs.gguf import mixes
 

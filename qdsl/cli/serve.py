@@ -72,9 +72,10 @@ def serve(model: Model,
         check_options(device)
         from qdsl.models import openai_server
         from qdsl.models.language import load_language_model
-        from qdsl.models.processor import arithmetic, set_processor
+        from qdsl.models.processor import arithmetic_text, set_processor
 
         set_processor(threads, exact)
         loaded = load_language_model(model, device=device, dtype=dtype, base=base)
-        typer.echo(f"{arithmetic(loaded.model)}\nmodel {openai_server.model_name(model)} at http://{host}:{port}/v1", err=True)
+        typer.echo(f"{arithmetic_text(loaded.model)}\nmodel {openai_server.model_name(model)} at http://{host}:{port}/v1",
+                   err=True)
         openai_server.serve(loaded, host, port)

@@ -47,7 +47,7 @@ class Completion:
 def _formats() -> Iterable[str]:
     from qdsl.core import places
 
-    return [path.stem for path in (*places.shipped(), *places.further())]
+    return [path.stem for path in (*places.shipped(), *places.user_specs())]
 
 
 def _storages() -> Iterable[str]:
@@ -94,8 +94,7 @@ def completions(word: str, begun: str) -> list[Completion]:
     if kind != word and not equals:
         return []
     values = kind.split("|") if "|" in kind and kind.islower() else VALUES[kind]() if kind in VALUES else ()
-    return [Completion(head + equals + value) for value in values
-            if value.lower().startswith(value_begun.lower())]
+    return [Completion(head + equals + value) for value in values if value.lower().startswith(value_begun.lower())]
 
 
 def _worded(parameter: Any) -> Any:

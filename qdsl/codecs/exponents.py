@@ -105,5 +105,4 @@ def _swap_middle_bytes(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
     for start in range(0, len(words), BLOCK):
         part = words[start:start + BLOCK]
-        target[start:start + BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
-            | part << 8 & 0x00FF000000FF0000
+        target[start:start + BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 | part << 8 & 0x00FF000000FF0000

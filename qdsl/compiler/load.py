@@ -66,9 +66,9 @@ def load(spec: Path) -> ModuleType:
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
         if _ships(files):
             return import_module(f"qdsl.generated.{stem}")
-        folder = _written(files)
+        folder = _write_to_cache(files)
         module = f"qdsl_loaded_{folder.name}_{stem}"
-        _offer(module, folder, stem, files)
+        _offer_import(module, folder, stem, files)
         loaded = import_module(module)
         loaded.FORMAT.path = str(spec.resolve())
         return loaded
@@ -91,13 +91,13 @@ def build_together(specs: Sequence[Path]) -> Path:
         if name != spec.stem:
             raise UnknownSpec(f"{spec}: a spec's file must have the name of its format; rename it to {name}.yaml")
         files |= own
-    folder = _written(files)
+    folder = _write_to_cache(files)
     for spec in specs:
-        _offer(f"qdsl.generated.{spec.stem}", folder, spec.stem, files)
+        _offer_import(f"qdsl.generated.{spec.stem}", folder, spec.stem, files)
     return folder
 
 
-def _written(files: Mapping[str, str]) -> Path:
+def _write_to_cache(files: Mapping[str, str]) -> Path:
     """Write these files to the cache folder that is named after their hash; returns the folder.
 
     Raises UnsafeCache if others can write there, or if it has other files.
@@ -116,7 +116,7 @@ def _written(files: Mapping[str, str]) -> Path:
     return folder
 
 
-def _offer(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> None:
+def _offer_import(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> None:
     """Have imports of a module, and of its submodules, run these texts."""
     finder = next((finder for finder in sys.meta_path if isinstance(finder, GeneratedText)), None)
     if finder is None:

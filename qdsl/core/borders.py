@@ -18,7 +18,7 @@ Params = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredSpan:
     """The needed rows (dim 'N') or columns ('K') [start, stop) of a weight, and the stored ones, [first, last)."""
 
     dim: str
@@ -38,27 +38,27 @@ class Span:
         return self.start - self.first, self.last - self.stop
 
 
-def span(dim: str, start: int, stop: int, whole: int, step: int) -> Span:
+def span(dim: str, start: int, stop: int, whole: int, step: int) -> StoredSpan:
     """Rows or columns [start, stop) of `whole`, extended to multiples of `step`."""
-    return Span(dim, start, stop, start // step * step, min(whole, -(-stop // step) * step)) if start < stop else \
-        Span(dim, start, stop, start, stop)
+    return StoredSpan(dim, start, stop, start // step * step, min(whole, -(-stop // step) * step)) if start < stop else \
+        StoredSpan(dim, start, stop, start, stop)
 
 
-def targets(format: Description, storage: str, params: Params, shape: tuple[int, int],
-            ) -> Iterator[tuple[str, dict[str, int | str]]]:
+def slice_targets(format: Description, storage: str, params: Params, shape: tuple[int, int],
+                  ) -> Iterator[tuple[str, dict[str, int | str]]]:
     """The storages and parameters to try for a slice: the weight's own, then smaller blocks, then storage `planar`."""
     names = [name for name in format.sizes if name not in format.by]
     sizes = format.sizes_for(params, shape)
     values = [[params[name], *_smaller(format, params, sizes, name)] for name in names]
     whole = {-1: 1 + max(shape)}                                 # longer than any other block
-    choices = sorted(_products(values), key=lambda choice: -prod(whole.get(int(value), int(value)) for value in choice))
+    choices = sorted(_combinations(values), key=lambda choice: -prod(whole.get(int(value), int(value)) for value in choice))
     planar = [PLANAR] if format.key(params) in format.planar else []
     for name in dict.fromkeys((storage, *planar)):
         for choice in choices:
             yield name, {**params, **dict(zip(names, choice, strict=True))}
 
 
-def _products(values: Sequence[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
+def _combinations(values: Sequence[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
     result: list[tuple[int | str, ...]] = [()]
     for several in values:
         result = [(*before, value) for before in result for value in several]
@@ -73,7 +73,7 @@ def _smaller(format: Description, params: Params, sizes: Mapping[str, int], name
 
 def shard_step(format: Description, storage: str, params: Params, shape: tuple[int, int], dim: str) -> int:
     """The smallest step at whose multiples a weight can be sliced, packed again if necessary; the whole axis if it never can."""
-    return min(piece_step(format, params, shape, dim, *target) for target in targets(format, storage, params, shape))
+    return min(piece_step(format, params, shape, dim, *target) for target in slice_targets(format, storage, params, shape))
 
 
 def piece_step(format: Description, params: Params, shape: tuple[int, int], dim: str, storage: str, new: Params) -> int:

@@ -3,7 +3,7 @@
 A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128` puts element i at bit
 128 + 8*(i % 32) + 4*(i // 32 % 2) + 256*(i // 64).  Extents and strides are written fastest first, positions count bits
 from the least significant bit of byte 0.  A record (the author's nested loops in storage order) is walked into placed
-pieces, the pieces of a field are gathered into `Slice`s, and from there on every width, shift, proof and picture is
+pieces, the pieces of a field are gathered into `FieldSlice`s, and from there on every width, shift, proof and picture is
 arithmetic on layouts.  Up to five base-3 digits may share a byte; such a piece has a place in its byte instead of bits.
 Each operation states its post-condition (`@post`), which tests/unit/test_layout.py checks by brute force.
 
@@ -127,7 +127,7 @@ def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class FieldSlice:
     """`width` bits of a field, from its bit `lo`: one layout per coordinate of the field, sharing an offset.
 
     The slice of element (i, j) lies at bits [at, at + width) of the record, at = offset + dims[0](i) + dims[1](j).
@@ -176,10 +176,10 @@ class Slice:
 
     def __str__(self) -> str:
         since = f"from {self.start}: " if self.start else ""
-        return since + _text(self.dims, self.offset) + (f" digit {_text(self.places, None)}" if self.places else "")
+        return since + _layout_text(self.dims, self.offset) + (f" digit {_layout_text(self.places, None)}" if self.places else "")
 
 
-def _text(dims: Sequence[Layout], offset: int | None) -> str:
+def _layout_text(dims: Sequence[Layout], offset: int | None) -> str:
     """Text of the layouts with more than one element; an offset None means the layouts' own, and 0 is not shown."""
     shown = [layout for layout in dims if layout.size > 1] or [Layout()]
     texts = [str(Layout(layout.modes)).removesuffix("@0") for layout in shown]
@@ -228,7 +228,7 @@ class RecordItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RecordLine:
     """Nested loops, rightmost fastest, around items written one after the other."""
 
     loops: tuple[tuple[str, int], ...]
@@ -236,7 +236,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordPiece:
     """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding or a copy.
 
     place: the element is the base-3 digit at this place of the byte at `at`.  again: the field of a copy, that is written only.
@@ -254,13 +254,13 @@ class Piece:
 
 
 @lru_cache(maxsize=256)                                          # every pass walks the records of a program again
-def record_pieces(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
+def record_pieces(lines: tuple[RecordLine, ...]) -> tuple[RecordPiece, ...]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 
     @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
     """
     at = 0
-    pieces: list[Piece] = []
+    pieces: list[RecordPiece] = []
     for number, line in enumerate(lines):
         free = {name for item in line.items for form in (*item.index, item.lo) for name, _ in form.terms}
         values = dict.fromkeys(free, 0)
@@ -270,26 +270,26 @@ def record_pieces(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
             for position, item in enumerate(line.items):
                 index = tuple(form(values) for form in item.index)
                 field, copied = (None, item.field) if item.again else (item.field, None)
-                pieces.append(Piece(field, index, item.lo(values), item.width, at, number, position, item.place, copied))
+                pieces.append(RecordPiece(field, index, item.lo(values), item.width, at, number, position, item.place, copied))
                 at += item.step
     return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class CoverageClash:
     """A bit of an element that is stored by no piece (`pieces` empty) or by several."""
 
     index: tuple[int, ...]
     bit: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecordPiece, ...]
 
 
-def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int]) -> Clash | None:
+def find_clash(pieces: Iterable[RecordPiece], extents: Sequence[int], bits: Iterable[int]) -> CoverageClash | None:
     """The first (element, bit) of a field's tile that is not stored exactly once, in index order, or None.
 
     @post None iff each of `bits` of every element of the box `extents` is stored once, and nothing else is
     """
-    stored_by: dict[tuple[tuple[int, ...], int], list[Piece]] = {}
+    stored_by: dict[tuple[tuple[int, ...], int], list[RecordPiece]] = {}
     for piece in pieces:
         for bit in range(piece.lo, piece.lo + piece.width):
             stored_by.setdefault((piece.index, bit), []).append(piece)
@@ -299,17 +299,17 @@ def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int
         for bit in wanted:
             owners = stored_by.pop((index, bit), [])
             if len(owners) != 1:
-                return Clash(index, bit, tuple(owners))
+                return CoverageClash(index, bit, tuple(owners))
     for (index, bit), owners in sorted(stored_by.items()):
-        return Clash(index, bit, tuple(owners))
+        return CoverageClash(index, bit, tuple(owners))
     return None
 
 
-def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
+def merge_pieces(pieces: Sequence[RecordPiece]) -> tuple[FieldSlice, ...] | None:
     """The slices of one field from its pieces in one record, lowest bits first; None where they are not strided.
 
     Bits of an element that lie together in every element share a slice, so a field stored whole has one slice and a
-    field cut in two (Q4_K's scales) has two.  Every element must have the same bits in the record (see `coverage`).
+    field cut in two (Q4_K's scales) has two.  Every element must have the same bits in the record (see `find_clash`).
     Where elements do not lie at the strides of one layout, those that the same lines store have slices of their own, in
     ranges along the last coordinate, all cut at the same bits.
 
@@ -331,18 +331,18 @@ def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
             width += 1
         cuts.append((lo, width))
     for starts in dict.fromkeys(((0,), _ranges(pieces))):
-        candidates: list[Slice | None] = []
+        candidates: list[FieldSlice | None] = []
         for first, end in pairwise([*starts, 1 + max((index[-1] for index in indices if index), default=0)]):
             inside = [index for index in indices if not index or first <= index[-1] < end]
             local = {index: (*index[:-1], index[-1] - first) if index else () for index in inside}
-            candidates += [_strided(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
+            candidates += [_strided_slice(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
         slices = tuple(part for part in candidates if part is not None)
         if len(slices) == len(candidates):
             return slices
     return None
 
 
-def _ranges(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def _ranges(pieces: Sequence[RecordPiece]) -> tuple[int, ...]:
     """The last coordinates at which other lines begin to store elements."""
     lines: dict[int, set[int]] = {}
     for piece in pieces:
@@ -350,7 +350,7 @@ def _ranges(pieces: Sequence[Piece]) -> tuple[int, ...]:
     return (0, *(after for before, after in pairwise(sorted(lines)) if lines[before] != lines[after]))
 
 
-def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tuple[int, int | None]]) -> Slice | None:
+def _strided_slice(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tuple[int, int | None]]) -> FieldSlice | None:
     """The slice through (position, place) of the elements of a box, where its axes add up; else None."""
     origin = min(where)
     extents = [1 + max(index[axis] for index in where) for axis in range(len(origin))]
@@ -365,7 +365,7 @@ def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tu
     layouts = [layout for layout in places if layout is not None]
     if first:
         layouts[-1] = replace(layouts[-1], offset=first)
-    candidate = Slice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
+    candidate = FieldSlice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
     exact = all(candidate.bit(index) == at and (place is None or candidate.place(index) == place)
                 for index, (at, place) in where.items())
     return candidate if exact else None
@@ -381,7 +381,7 @@ class RecordBit:
     digits: bool = False
 
 
-def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[RecordBit | None]:
+def record_bits(slices: Mapping[str, Sequence[FieldSlice]], bits: int) -> list[RecordBit | None]:
     """What lies at each bit of a record, None for padding.  The way back.
 
     @post spread(gather(record_pieces(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
@@ -404,7 +404,7 @@ def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[RecordBit |
     return record
 
 
-def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
+def split_at_words(part: FieldSlice, word: int) -> tuple[FieldSlice, FieldSlice] | None:
     """Cut a slice at words of `word` bits: (its bits inside a word, which word); None where an element straddles.
 
     A digit may move both: Q4_K's second half of mins lies four bytes and four bits after the first.
@@ -432,13 +432,13 @@ def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
     return replace(part, offset=start, dims=tuple(inner)), replace(part, offset=part.offset // word, dims=tuple(outer))
 
 
-def vector_width(part: Slice, record: int, limit: int = 128) -> int | None:
+def vector_width(part: FieldSlice, record: int, limit: int = 128) -> int | None:
     """The widest load, a power of two of bits up to `limit`, that serves this slice of a record of `record` bits.
 
-    @post the width divides `record`, so that loads stay aligned from record to record, and `split` cuts the slice there
+    @post the width divides `record`, so that loads stay aligned from record to record, and `split_at_words` cuts the slice there
     @post no wider power of two up to `limit` does; None where none does (an element that straddles every word)
     """
     width = limit
-    while width and (record % width or split(part, width) is None):
+    while width and (record % width or split_at_words(part, width) is None):
         width //= 2
     return width or None

@@ -180,7 +180,7 @@ _BY_BITS = {"4": "e2m1", "6": "e3m2", "8": "e4m3", "16": "f16", "32": "f32"}
 KNOWN_TYPES = f"types are u1 to u16, i2 to i32, {', '.join(FLOATS)}"
 
 
-def near_type(word: str) -> str:
+def similar_type(word: str) -> str:
     """The type that a word of another language stands for, or '': int8 is i8, uint3 u3, float16 f16, fp8_e4m3fn e4m3."""
     plain = word.lower().replace("_t", "").replace("-", "_")
     of_torch = {number.torch: name for name, number in FLOATS.items() if number.torch}

@@ -46,7 +46,7 @@ class Op:
         return self.c_integers if is_int else (is_vector and self.c_vectors) or self.c
 
 
-def _corners(value: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+def _monotonic_bounds(value: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
     """The bounds of an operation that is monotonic in each operand."""
     def bounds(left: Bounds, right: Bounds) -> Bounds:
         ends = [value(a, b) for a in left for b in right]
@@ -60,11 +60,11 @@ def _distance(of: Bounds) -> Bounds:
 
 
 OPS = {op.name: op for op in (
-    Op("+", 2, operator.add, _corners(operator.add), "add"),
-    Op("-", 2, operator.sub, _corners(operator.sub), "sub"),
-    Op("*", 2, operator.mul, _corners(operator.mul), "mul"),
+    Op("+", 2, operator.add, _monotonic_bounds(operator.add), "add"),
+    Op("-", 2, operator.sub, _monotonic_bounds(operator.sub), "sub"),
+    Op("*", 2, operator.mul, _monotonic_bounds(operator.mul), "mul"),
     Op("/", 2, operator.truediv, None, "div", "tl.div_rn", "{} / {}"),           # tl's `/` is approximate
-    Op("//", 2, operator.floordiv, _corners(operator.floordiv), least=(0, 1)),
+    Op("//", 2, operator.floordiv, _monotonic_bounds(operator.floordiv), least=(0, 1)),
     Op("%", 2, operator.mod, lambda left, right: (0, right[1] - 1), least=(0, 1)),
     Op("neg", 1, operator.neg, lambda of: (-of[1], -of[0])),
     Op("abs", 1, abs, _distance, "abs", "tl.abs", "fabsf({})", "({0} ^ {0} >> 31) - ({0} >> 31)", "(vf)((vi)({}) & 0x7fffffff)"),

@@ -20,7 +20,7 @@ class FormatError(ValueError):
     """Tensors, fields or parameters do not form a weight of the format; the message says what the format needs."""
 
 
-def complete(format: Description, params: Mapping[str, int | str]) -> dict[str, int | str]:
+def complete_params(format: Description, params: Mapping[str, int | str]) -> dict[str, int | str]:
     """All parameters: the caller's, validated, and defaults for the others.  Raises FormatError."""
     for name, value in params.items():
         if name not in format.params:
@@ -47,7 +47,7 @@ def storage_name(format: Description, name: str | None, params: Mapping[str, int
 def choose_options(format: Description, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
     """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
     choices = format.options
-    params = complete(format, {key: value for key, value in options.items() if key not in (*choices, "storage")})
+    params = complete_params(format, {key: value for key, value in options.items() if key not in (*choices, "storage")})
     scheme_options = {key: value for key, value in options.items() if key in choices}
     for key, value in scheme_options.items():
         if choices[key] and value not in choices[key]:

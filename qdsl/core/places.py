@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from qdsl.core.text import listed, name_key, similar_names
+from qdsl.core.text import join_names, name_key, similar_names
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
@@ -15,7 +15,7 @@ FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environme
 CHECKPOINT_FILES = (".gguf", ".safetensors")                     # endings of files that are no specs
 
 
-def regular(path: Path) -> Path:
+def check_regular(path: Path) -> Path:
     """The path of a file that can be read at once.  Raises OSError for a pipe or a device, whose reader could wait for ever."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: not a regular file")
@@ -59,7 +59,7 @@ class UnknownSpec(ValueError):
     """A name that is neither a file nor a format, or an unsuitable folder of specs."""
 
 
-def further() -> list[Path]:
+def user_specs() -> list[Path]:
     """The specs of the folder in QDSL_SPECS, by name; none if it is not set.
 
     Raises UnknownSpec if it is not a folder with specs, and for a name of a shipped format.
@@ -74,12 +74,12 @@ def further() -> list[Path]:
     return paths
 
 
-def find(name: str) -> Path:
+def find_spec(name: str) -> Path:
     """A spec by its path, or by the name, in any letters, of a shipped one or one in the folder of QDSL_SPECS.
 
     Raises UnknownSpec with suggestions for other names.
     """
-    own, key = further(), name_key(name)
+    own, key = user_specs(), name_key(name)
     for path in (Path(name), specs() / f"{key}.yaml", *(path for path in own if path.stem in (name, key))):
         if path.is_file() and path.suffix not in CHECKPOINT_FILES:
             return path
@@ -88,4 +88,4 @@ def find(name: str) -> Path:
     if Path(name).is_dir() or name.endswith(CHECKPOINT_FILES):
         raise UnknownSpec(f"'{name}' is no spec: `qdsl.open` and `qdsl inspect` read checkpoints; {expected}")
     kind = "file" if name.endswith((".yaml", ".yml")) else "spec"
-    raise UnknownSpec(f"no {kind} '{name}': {expected}" + (f"; did you mean {listed(near, 'or')}?" if near else ""))
+    raise UnknownSpec(f"no {kind} '{name}': {expected}" + (f"; did you mean {join_names(near, 'or')}?" if near else ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from qdsl.core.places import regular
+from qdsl.core.places import check_regular
 from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.transforms import INPUT, KINDS, OUTPUT, Transform
 
@@ -37,7 +37,7 @@ class ProducerError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SettingsPlace:
     """A place of settings that need not name their producer: a file, and the keys that lead to them.
 
     first: it is read before the `quantization_config` of config.json.  repeat: settings written to `quantization_config` are
@@ -99,7 +99,7 @@ class GroupSettings:
     repeated: tuple[str, ...] = ()
     presets: Mapping[str, Annotated[Any, _any]] = field(default_factory=dict)
 
-    def expanded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def expand_presets(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the objects that presets stand for, in place of lists of targets under their names."""
         groups: Any = settings.get(self.key)
         presets = {name: {**self.presets[name.upper()], "targets": own} for name, own in groups.items()
@@ -205,7 +205,7 @@ class TransformSchemes:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbors:
+class NeighborTensors:
     """Tensors next to weights, by patterns of whole names.
 
     used: qdsl computes with them.  inert: no number of a model depends on them.  coarser: they are for x or caches in few bits.
@@ -221,7 +221,7 @@ class Neighbors:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ProgramNeeds:
     """What a program needs of a folder besides weights and settings: keys of config.json, and one of some files.
 
     name: of what the files are, for messages.
@@ -271,7 +271,7 @@ class Producer:
     name: str
     methods: tuple[str, ...] = ()
     unnamed: tuple[tuple[str, ...], ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[SettingsPlace, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     accepts: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     skipped: Mapping[str, tuple[Dialect, ...]] = field(default_factory=dict)
@@ -288,8 +288,8 @@ class Producer:
     experts: Annotated[str, EXPERT_NAMES] = "short"
     readers: Readers = field(default_factory=Readers)
     header: Header | None = None
-    formats: Mapping[str, Sequence[Annotated[Rule, _rule]]] = field(default_factory=dict)
-    headers: Mapping[str, Sequence[Annotated[Rule, _rule]]] = field(default_factory=dict)
+    formats: Mapping[str, Sequence[Annotated[Rule, _read_rule]]] = field(default_factory=dict)
+    headers: Mapping[str, Sequence[Annotated[Rule, _read_rule]]] = field(default_factory=dict)
     tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
     transforms: tuple[TransformRule, ...] = ()
     schemes: TransformSchemes | None = None
@@ -302,11 +302,11 @@ class Producer:
     usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     open: tuple[str, ...] = ()
     tagged: tuple[str, ...] = ()
-    neighbors: Neighbors = field(default_factory=Neighbors)
+    neighbors: NeighborTensors = field(default_factory=NeighborTensors)
     common: bool = False
     unread: Mapping[str, str] = field(default_factory=dict)
     transposed_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    needs: Mapping[str, Needs] = field(default_factory=dict)
+    needs: Mapping[str, ProgramNeeds] = field(default_factory=dict)
 
     @property
     def skip_list(self) -> str:
@@ -376,11 +376,11 @@ def _reader(type: Any) -> Reader:
         return _mapping_of(_reader(arguments[1]))
     if origin is UnionType and NoneType in arguments:
         return _reader(arguments[0])
-    return {str: _word, bool: _flag, Any: _any, int | str: _any}.get(type) or _record(type)
+    return {str: _word, bool: _flag, Any: _any, int | str: _any}.get(type) or _dataclass_reader(type)
 
 
 @cache
-def _record(kind: Any) -> Reader:
+def _dataclass_reader(kind: Any) -> Reader:
     """The function that reads a dataclass; fields without a default are needed."""
     hints = get_type_hints(kind, include_extras=True)
     keys = {own.name: _reader(hints[own.name]) for own in fields(kind)}
@@ -398,7 +398,7 @@ def _record(kind: Any) -> Reader:
     return record
 
 
-def _rule(value: Any, key: str) -> Rule:
+def _read_rule(value: Any, key: str) -> Rule:
     """A rule with YAML nulls replaced by the word 'null'."""
     rule: Rule = _with_null_words(_mapping_of(_any)(value, key))
     for name in ("where", "fixed", "with", "quantize"):
@@ -425,7 +425,7 @@ def _with_null_words(value: Any) -> Any:
 def producer_of(data: Any, source: str) -> Producer:
     """A producer from its file's data.  Raises ProducerError, which names the source and the key."""
     try:
-        producer: Producer = _record(Producer)(
+        producer: Producer = _dataclass_reader(Producer)(
             {("name" if key == "producer" else key): value for key, value in _mapping_of(_any)(data, "the file").items()}, "")
     except ProducerError as error:
         raise ProducerError(f"{source}: {str(error).lstrip(': ')}") from None
@@ -446,17 +446,17 @@ def read_yaml(path: Path) -> Any:
             return dict(super().construct_mapping(node, deep))
 
     try:
-        return yaml.load(regular(path).read_text(), Loader)      # noqa: S506 - Loader is a SafeLoader
+        return yaml.load(check_regular(path).read_text(), Loader)  # noqa: S506 - Loader is a SafeLoader
     except yaml.YAMLError as error:
         raise ProducerError(f"{path}: {error}") from None
 
 
-def check(producer: Producer, formats: Sequence[Description]) -> None:
+def check_references(producer: Producer, formats: Sequence[Description]) -> None:
     """Raises ProducerError if a producer names unknown formats, storages, parameters or tensors."""
     shipped = {format.name: format for format in formats}
     for key, by_format in {"formats": producer.formats, "headers": producer.headers}.items():
         for name, rule in [(name, rule) for name, rules in by_format.items() for rule in rules]:
-            if problem := _problem(shipped.get(name), rule):
+            if problem := _rule_problem(shipped.get(name), rule):
                 raise ProducerError(f"{producer.name}: {key}.{name}: {problem}")
     for name, storages in producer.tensors.items():
         for storage, names in storages.items():
@@ -465,7 +465,7 @@ def check(producer: Producer, formats: Sequence[Description]) -> None:
                 raise ProducerError(f"{producer.name}: tensors.{name}.{storage}: there is no tensor '{unknown[0]}'")
 
 
-def _problem(format: Description | None, rule: Rule) -> str:
+def _rule_problem(format: Description | None, rule: Rule) -> str:
     """The error of a rule about a format; '' if there is none."""
     if format is None:
         return "there is no such format"

@@ -24,14 +24,14 @@ _PLANAR = re.compile(r'^( *)"planar": \{\n.*?^\1\},?\n', re.MULTILINE | re.DOTAL
 _lock = threading.Lock()                                         # threads must not parse in parallel: CPython 3.11 crashes
 
 
-def modules(folders: Iterable[str]) -> dict[str, Path]:
+def program_files(folders: Iterable[str]) -> dict[str, Path]:
     """The file with the program of each format, by name, in these folders of generated modules."""
     paths = {path.parent.name if path.stem == "__init__" else path.stem: path for folder in folders
              for path in (*Path(folder).glob("[!_]*.py"), *Path(folder).glob("[!_]*/__init__.py"))}
     return dict(sorted(paths.items()))
 
 
-def read(path: Path, in_files: bool = False) -> dict[str, Any]:
+def read_program(path: Path, in_files: bool = False) -> dict[str, Any]:
     """The program in a generated module.  in_files: without positions of bits and storage `planar`, for readers of files.
 
     Raises ValueError without one.
@@ -71,7 +71,7 @@ def _axes(kind: str, *axes: str, groups: str = "") -> tuple[Axis, ...]:
     return tuple(map(axis, axes))
 
 
-def description(program: Mapping[str, Any], in_files: bool = False) -> Description:
+def program_description(program: Mapping[str, Any], in_files: bool = False) -> Description:
     """The description of a format for readers of tensors.  in_files: only with storages that files may have."""
     variants, left = program["variants"], {PLANAR}
     left |= {name for variant in variants.values() for name, storage in variant["storages"].items() if "transient" in storage}

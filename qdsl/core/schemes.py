@@ -74,7 +74,7 @@ class Scheme:
         return (self.inverts,) if isinstance(self.inverts, str) else self.inverts
 
     @property
-    def arguments(self) -> tuple[set[str], set[str]]:
+    def argument_names(self) -> tuple[set[str], set[str]]:
         """The required arguments of its function besides the weight, and the optional ones."""
         read = {word for pattern in self.patterns for word in re.findall("[a-z_]+", pattern)}
         offered = {*self.roles, *self.options, *(("importance",) if self.importance else ())}

@@ -180,7 +180,7 @@ def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], actu
     return None if None in shape else tuple(extent for extent in shape if extent is not None)
 
 
-def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], count: int) -> tuple[int, ...] | None:
+def shape_in_files(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], count: int) -> tuple[int, ...] | None:
     """The shape of `count` elements in files: '?' is inferred from the other axes.  None if there is none."""
     fixed = extents([axis for axis in axes if axis.dim != "?"], n, k, sizes)
     if fixed is None or count % max(1, prod(fixed)) or (len(fixed) == len(axes) and count != prod(fixed)):
@@ -189,7 +189,7 @@ def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], c
     return tuple(count // max(1, prod(fixed)) if axis.dim == "?" else next(others) for axis in axes)
 
 
-def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
+def slicing_step(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
     """The step of rows (dim 'N') or columns ('K') at whose multiples all these axes can be sliced.
 
     A flat axis (N*K) can only be sliced between rows; `other` is K.  Sections that contain the dim cannot be sliced at all.

@@ -40,7 +40,7 @@ class Digit:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Piece:
+class FieldPiece:
     """Bits [lo, lo + width) of a field's elements, all bits if width is 0; digits: per coordinate, fastest first.
 
     further: part: (first, whole), for elements from `first` on in each `whole` along the last coordinate.  adds, flips: what is
@@ -70,22 +70,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedPiece:
     """A piece in a tensor of `size` bits: its first bit, and per coordinate digits (extent, step in bits), fastest first."""
 
     start: int
     size: int
     coordinates: tuple[tuple[tuple[int, int], ...], ...]
 
-    def rows(self, start: int, count: int) -> Placed:
+    def rows(self, start: int, count: int) -> PlacedPiece:
         """The piece for rows [start, start + count), which are multiples of all digits but the slowest."""
         digits = self.coordinates[0]
         run = math.prod(extent for extent, _ in digits[:-1])
         cut = (*digits[:-1], (count // run, digits[-1][1]))
-        return Placed(self.start + start // run * digits[-1][1], self.size, (cut, *self.coordinates[1:]))
+        return PlacedPiece(self.start + start // run * digits[-1][1], self.size, (cut, *self.coordinates[1:]))
 
 
-def place(piece: Piece, start: int, strides: Sequence[int], size: int, extents: Sequence[int]) -> Placed | None:
+def place_piece(piece: FieldPiece, start: int, strides: Sequence[int], size: int, extents: Sequence[int]) -> PlacedPiece | None:
     """A piece placed in a contiguous tensor of `size` bits, for a field of these extents.
 
     start: the first bit of its section.  strides: bits per step of each axis.  None if the last record along a coordinate is
@@ -101,4 +101,4 @@ def place(piece: Piece, start: int, strides: Sequence[int], size: int, extents: 
         if len(numbers) < len(digits) or extent % elements or (extent != elements and all(count for count, _ in numbers)):
             return None
         coordinates.append(tuple((count or extent // elements, step) for count, step in numbers))
-    return Placed(start + piece.start, size, tuple(coordinates))
+    return PlacedPiece(start + piece.start, size, tuple(coordinates))

@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from qdsl.core.numbers import TORCH_FLOATS, find_number
-from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
-from qdsl.core.slices import Piece, Placed, called, fill, place
+from qdsl.core.shapes import Axis, axis, extents, own_value, shape_in_files
+from qdsl.core.slices import FieldPiece, PlacedPiece, called, fill, place_piece
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
@@ -65,8 +65,8 @@ class Stored:
     axes: tuple[Axis, ...]
     aliases: tuple[str, ...]
     optional: str
-    slices: tuple[Piece, ...]
-    row_codes: tuple[Piece, ...]
+    slices: tuple[FieldPiece, ...]
+    row_codes: tuple[FieldPiece, ...]
     words: tuple[int, ...]
     adds: int
     flips: int
@@ -78,7 +78,7 @@ class Stored:
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", field: str = "",
                  slices: Sequence[Any] = (), row_codes: Sequence[Any] = (), words: Sequence[int] = (), adds: int = 0,
                  flips: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
-        pieces, codes = (tuple(called(Piece, piece) for piece in pieces)
+        pieces, codes = (tuple(called(FieldPiece, piece) for piece in pieces)
                          for pieces in (((field, 0, range(len(axes))),) if field else slices, row_codes))
         fill(self, dtype=dtype, axes=tuple(map(axis, axes)), aliases=tuple(aliases), optional=optional, slices=pieces,
              row_codes=codes, words=tuple(words), adds=adds, flips=flips, padding=padding, seen=tuple(map(axis, seen)),
@@ -112,7 +112,7 @@ class Stored:
         """Whether it is [N, 1], one number per row."""
         return [axis.text for axis in self.axes] == ["N", "1"]
 
-    def called(self, aliases: Sequence[str], shorter: int | None = None) -> Stored:
+    def with_aliases(self, aliases: Sequence[str], shorter: int | None = None) -> Stored:
         """The same tensor with further aliases, or with shorter integers along an axis."""
         tensor = copy(self)
         object.__setattr__(tensor, "aliases", (*self.aliases, *aliases))
@@ -124,8 +124,8 @@ class Stored:
         """The fields whose bits `slices` places."""
         return {piece.field for piece in self.slices}
 
-    def placed(self, piece: Piece, shape: Sequence[int], bits: int, axes: Sequence[Axis], weight: tuple[int, int],
-               sizes: Mapping[str, int]) -> Placed | None:
+    def placed(self, piece: FieldPiece, shape: Sequence[int], bits: int, axes: Sequence[Axis], weight: tuple[int, int],
+               sizes: Mapping[str, int]) -> PlacedPiece | None:
         """A piece in a tensor of this shape and bits per element, as strides of bits; None if it is not at such strides.
 
         axes: of its field.  weight: N and K.
@@ -137,7 +137,7 @@ class Stored:
             shapes = [extents(own, *weight, sizes) or () for own in self.axes[-1].sections]
             start = bits * sum(map(prod, shapes[:section]))
             strides[-1:] = [bits * prod(shapes[section][axis + 1:]) for axis in range(len(shapes[section]))]
-        return place(piece, start, strides, bits * prod(shape), [axis.rounded(*weight, sizes) for axis in axes])
+        return place_piece(piece, start, strides, bits * prod(shape), [axis.rounded(*weight, sizes) for axis in axes])
 
     @property
     def text(self) -> str:
@@ -249,7 +249,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class TensorUse:
     """The role of a given tensor in a storage: its name there, and the dtype and shape to view it in."""
 
     name: str
@@ -258,7 +258,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StorageFit:
     """One interpretation of the tensors: the given tensor for each of the storage's.
 
     as_stored: no tensor has all axes flattened, as some packages do.  exact: all shapes are equal; else axes of length 1 differ,
@@ -268,7 +268,7 @@ class Fit:
     storage: str
     params: Mapping[str, int | str]
     shape: tuple[int, int]
-    tensors: Mapping[str, Use]
+    tensors: Mapping[str, TensorUse]
     as_stored: bool
     exact: bool
 
@@ -281,13 +281,13 @@ class LayoutMismatch(ValueError):
         self.reached = reached
 
 
-def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None = None, storage: str | None = None,
-         params: Mapping[str, int | str] | None = None) -> list[Fit]:
+def storage_fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None = None,
+                 storage: str | None = None, params: Mapping[str, int | str] | None = None) -> list[StorageFit]:
     """All interpretations of the tensors that agree with the given (N, K), storage and parameters.
 
     Raises LayoutMismatch with the reason of the nearest miss if there is none.
     """
-    matches: list[Fit] = []
+    matches: list[StorageFit] = []
     misses = [(-1, 0, LayoutMismatch(-1, f"{format.name} has no storage '{storage}' here"))]       # and how many names match
     requested = dict(params or {})
     for choice, name, layout in _candidates(format, storage, requested):
@@ -295,14 +295,14 @@ def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[in
         try:
             matches += _fits(format, layout, name, label, tensors, shape, {**requested, **choice})
         except LayoutMismatch as miss:
-            misses.append((miss.reached, len(named(layout, tensors)), miss))
+            misses.append((miss.reached, len(match_names(layout, tensors)), miss))
     if not matches:
         raise max(misses, key=lambda own: own[:2])[2]
     matches = [fit for fit in matches if fit.as_stored] or matches
     return [fit for fit in matches if not any(_leaves_out(fit, other) for other in matches)]
 
 
-def _leaves_out(fit: Fit, other: Fit) -> bool:
+def _leaves_out(fit: StorageFit, other: StorageFit) -> bool:
     """Whether another storage of the same weight uses all tensors of this one and more, such as zero points."""
     taken, more = ({use.name for use in one.tensors.values()} for one in (fit, other))
     return taken < more and (fit.params, fit.shape) == (other.params, other.shape)
@@ -319,8 +319,8 @@ def _candidates(format: Description, storage: str | None, requested: Mapping[str
 
 
 def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, TensorInfo],
-          shape: tuple[int, int] | None, params: Mapping[str, int | str]) -> list[Fit]:
-    keys = named(layout, tensors)
+          shape: tuple[int, int] | None, params: Mapping[str, int | str]) -> list[StorageFit]:
+    keys = match_names(layout, tensors)
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
         names = missing[0], *layout[missing[0]].aliases          # in the spelling of the others: `_scales` beside `_blocks`
@@ -329,39 +329,39 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
         raise LayoutMismatch(0, f"{label} needs tensor '{needed}'; given are {leaves}")
     own = {keys.get(name, name): stored for name, stored in layout.items()}              # by the names that messages have
     present = _rows_of_experts(own, {key: own[key].elements_of(tensors[key]) for key in keys.values()})
-    chosen, dtypes = _typed(format, own, label, present, params)
+    chosen, dtypes = _params_from_dtypes(format, own, label, present, params)
     declared = _declared_shape(own, label, present, shape) or shape
-    solved = declared or _solved(own, label, present, _lengths(format, chosen), format.fixed)
+    solved = declared or _solve_shape(own, label, present, _known_block_lengths(format, chosen), format.fixed)
     for dim, extent in zip("NK", solved, strict=True):
         if format.fixed.get(dim, extent) != extent:
             raise LayoutMismatch(2, f"{label} is for weights with {dim} = {format.fixed[dim]}, not {list(solved)}")
-    matches: list[Fit] = []
+    matches: list[StorageFit] = []
     nearest = LayoutMismatch(0, "")
-    for sizes in _undetermined(format, chosen):
+    for sizes in _open_params(format, chosen):
         try:
-            shapes = _shaped(own, label, present, solved, format.sizes_for({**chosen, **sizes}, solved), declared is not None)
+            shapes = _shapes_of(own, label, present, solved, format.sizes_for({**chosen, **sizes}, solved), declared is not None)
         except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         values = {**chosen, **sizes}
         complete = {name: own_value(every, values.get(name, every[0])) for name, every in format.params.items()}
-        uses = {name: Use(key, dtypes[key], shapes[key]) for name, key in keys.items()}
+        uses = {name: TensorUse(key, dtypes[key], shapes[key]) for name, key in keys.items()}
         alike = all(_squeezed(shapes[key]) == _squeezed(tensor.shape) for key, tensor in present.items())
         exact = all(shapes[key] == tensors[key].shape for key in present)
-        matches.append(Fit(storage, complete, solved, uses, alike, exact))
+        matches.append(StorageFit(storage, complete, solved, uses, alike, exact))
     if not matches:
         raise nearest
     return matches
 
 
-def _lengths(format: Description, params: Mapping[str, int | str]) -> dict[str, int]:
+def _known_block_lengths(format: Description, params: Mapping[str, int | str]) -> dict[str, int]:
     """The block lengths that are given, or that have only one value."""
     values = {name: params.get(name, format.params[name][0]) for name in format.sizes
               if name in params or len(format.params[name]) == 1}
     return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
-def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
+def match_names(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
     """The given names of a storage's tensors, by their own names or by aliases."""
     keys: dict[str, str] = {}
     for name, stored in layout.items():
@@ -381,8 +381,8 @@ def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, TensorI
             for name, tensor in tensors.items()}
 
 
-def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo],
-           params: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
+def _params_from_dtypes(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo],
+                        params: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
     """Parameters from dtypes, and the storage's dtypes; 8-bit floats may be given as raw bytes."""
     chosen = dict(params)
     dtypes: dict[str, str] = {}
@@ -411,8 +411,8 @@ def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[s
     return None
 
 
-def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int],
-            fixed: Mapping[str, int]) -> tuple[int, int]:
+def _solve_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int],
+                 fixed: Mapping[str, int]) -> tuple[int, int]:
     """N and K from the axes that determine them, else from a tensor's number of elements.  sizes: known block lengths.
 
     fixed: N or K if no axis determines it.
@@ -431,14 +431,14 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
                                 f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {dim} = {value}")
     solved = {**fixed, **{dim: value for dim, (value, _) in dims.items()}}
     for name, tensor in tensors.items():
-        solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes) if len(solved) == 1 else {}
+        solved |= _solve_by_count(layout[name].axes, prod(tensor.shape), solved, sizes) if len(solved) == 1 else {}
     if missing := [dim for dim in ("N", "K") if dim not in solved]:
         shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
         raise LayoutMismatch(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")
     return solved["N"], solved["K"]
 
 
-def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+def _solve_by_count(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
     """The one of N and K that is missing in `dims`, from a tensor's number of elements; empty if that does not determine it."""
     missing = "K" if "N" in dims else "N"
     elements, step, missing_axes = 1, 1, 0
@@ -451,15 +451,15 @@ def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: M
     return {missing: count * step // elements} if missing_axes == 1 and elements and count * step % elements == 0 else {}
 
 
-def _undetermined(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+def _open_params(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
     """All values of parameters that dtypes and names leave open: block sizes, and types of codes in bytes."""
     names = [name for name in format.params if name not in chosen]
     for values in product(*(format.params[name] for name in names)):
         yield dict(zip(names, values, strict=True))
 
 
-def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int],
-            sizes: Mapping[str, int], is_declared: bool) -> dict[str, tuple[int, ...]]:
+def _shapes_of(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int],
+               sizes: Mapping[str, int], is_declared: bool) -> dict[str, tuple[int, ...]]:
     """The storage's exact shapes.  Records with the last axis to themselves may have any shape.
 
     is_declared: N and K come from the caller or a tensor, not from these shapes; then axes may be flattened.
@@ -474,7 +474,7 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
             raise LayoutMismatch(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
-        shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
+        shown_as = shape_in_files(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
         flat = [(prod(wanted),)] + [(prod(wanted), 1)] * (len(_squeezed(wanted)) > 1)    # [2, 1] for [1, 2] is transposed
         is_flat = is_declared and tensor.shape in flat
         if not records and not is_flat and not any(_is_shape(tensor.shape, own) for own in (wanted, shown_as) if own is not None):

@@ -11,7 +11,7 @@ LEAST_NAME, LEAST_PROSE = 20, 24                                 # letters of a 
 INDENT = "  "                                                    # of the further lines of a wrapped line
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", width: int | None = None) -> list[str]:
+def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", width: int | None = None) -> list[str]:
     """The lines of a table.  Columns that `right` marks with > are right-aligned.
 
     Where `width` is not enough, empty columns go, cells fold at words, and names, which are in the first column, lose their
@@ -21,7 +21,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", 
     if _excess([max(map(len, column)) for column in columns], width) > 0:
         kept = [place for place, column in enumerate(columns) if place == 0 or any(column[1:])]
         columns, marks = [columns[place] for place in kept], "".join(marks[place] for place in kept)
-    widths, lines = _fitted(columns, width), []
+    widths, lines = _fitted_widths(columns, width), []
     for name, *others in zip(*columns, strict=True):
         folded = [[_without_middle(name, widths[0])], *map(_folded, others, widths[1:])]
         lines += [GAP.join(part.rjust(size) if mark == ">" else part.ljust(size)
@@ -41,7 +41,7 @@ def _excess(widths: Sequence[int], width: int | None) -> int:
     return 0 if width is None else sum(widths) + len(GAP) * (len(widths) - 1) - width
 
 
-def _fitted(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
+def _fitted_widths(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
     """The widths of columns, of which the widest give way: prose, then names, then other words, each to what can be read."""
     widths = [max(map(len, column)) for column in columns]
     excess = _excess(widths, width)

@@ -79,14 +79,14 @@ def similar_names(key: str, names: Collection[str]) -> list[str]:
     return sorted(containing, key=lambda name: not name.startswith(key)) or get_close_matches(key, names)
 
 
-def listed(names: Sequence[str], word: str = "and") -> str:
+def join_names(names: Sequence[str], word: str = "and") -> str:
     """Names for a message, at most SUGGESTED of them: 'q4_0, q4_1 or q4_k'."""
     more = [f"{len(names) - SUGGESTED} more"] if len(names) > SUGGESTED else []
     *others, last = [*names[:SUGGESTED], *more]
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
-def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
+def nearest_names(name: str, names: Iterable[str], most: int = 3) -> list[str]:
     """The names most like one, best first: a few letters off, or the same last parts behind another beginning."""
     names = list(dict.fromkeys(names))
     leaf = name.rpartition(".")[2]

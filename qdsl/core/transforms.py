@@ -66,7 +66,7 @@ class Transform:
 
 
 @cache
-def bases() -> dict[int, str]:
+def base_matrices() -> dict[int, str]:
     """Hadamard matrices whose size is no power of two -> their elements by rows as bits in hexadecimal digits, 1 for +1.
 
     Those of N. J. A. Sloane's library that QuaRot, SpinQuant, Quark and AutoRound take, in their order.
@@ -77,7 +77,7 @@ def bases() -> dict[int, str]:
 
 def base_of(size: int) -> int:
     """The base of the Hadamard matrix of a size: 1 for powers of two and where no base fits."""
-    fits = [base for base in bases() if size % base == 0 and (size // base) & (size // base - 1) == 0]
+    fits = [base for base in base_matrices() if size % base == 0 and (size // base) & (size // base - 1) == 0]
     return fits[0] if fits and size & (size - 1) else 1
 
 
@@ -102,7 +102,7 @@ def transform_of(data: Any) -> Transform:
     return Transform(**{**data, "repeats": tuple(data.get("repeats", ()))})
 
 
-def unfit(transform: Transform, extent: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def why_unfit(transform: Transform, extent: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Why a transform does not fit a side of so many elements; '' where it does.  shapes: of its tensors, by name."""
     if missing := [name for name in transform.tensors if name not in shapes]:
         return f"there is no tensor '{missing[0]}'"
@@ -111,7 +111,7 @@ def unfit(transform: Transform, extent: int, shapes: Mapping[str, tuple[int, ...
         return f"blocks of {size} do not divide {extent} elements"
     matrix = transform.kind == "rotate"
     if not transform.tensor:
-        blocks = size // transform.base if transform.base in (1, *bases()) and size % transform.base == 0 else 0
+        blocks = size // transform.base if transform.base in (1, *base_matrices()) and size % transform.base == 0 else 0
         if matrix and (blocks < 1 or blocks & (blocks - 1) or size > MOST_BUILT):
             return f"a Hadamard matrix of {size} columns is not stored, and none of its size is built"
         return "" if matrix or transform.kind == "rms_norm" else f"'{transform.kind}' has no tensor"

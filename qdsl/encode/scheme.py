@@ -16,7 +16,7 @@ def scheme(function: _Function) -> _Function:
 
     Raises TypeError if they do not, KeyError if there is no such scheme.
     """
-    needed, allowed = SCHEMES[function.__name__].arguments
+    needed, allowed = SCHEMES[function.__name__].argument_names
     arguments = set(inspect.signature(function).parameters) - {"weight"}
     if not needed <= arguments <= allowed:
         raise TypeError(f"{function.__name__} and its entry in core/schemes.toml differ: "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl import _further_modules
-from qdsl.core.program import modules
+from qdsl.core.program import program_files
 
 _checkout = Path(__file__).resolve().parents[2] / "generated"
 __path__ += [str(folder) for folder in (_checkout, *_further_modules()) if folder.is_dir()]
@@ -28,7 +28,7 @@ class _AfterAllFinders:
 
 def __dir__() -> list[str]:
     """The names of all formats, whether imported or not."""
-    return list(modules(__path__))
+    return list(program_files(__path__))
 
 
 def __getattr__(name: str) -> Any:
@@ -40,11 +40,11 @@ def __getattr__(name: str) -> Any:
 
 def _unknown(name: str) -> str:
     """The message for a name that is no format, with the names that resemble it."""
-    from qdsl.core.text import listed, name_key, similar_names
+    from qdsl.core.text import join_names, name_key, similar_names
 
     near = [] if name.startswith("_") else similar_names(name_key(name), __dir__())
     return f"qdsl has no format {name!r}" + (
-        f"; did you mean {listed(near, 'or')}?" if near else ": dir(qdsl.generated) has all, and qdsl.load takes words like 'gptq'")
+        f"; did you mean {join_names(near, 'or')}?" if near else ": dir(qdsl.generated) has all, and qdsl.load takes words like 'gptq'")
 
 
 sys.meta_path.append(_AfterAllFinders)

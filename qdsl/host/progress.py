@@ -109,8 +109,7 @@ class _Step:
         """Counts bytes that are done, and the time since the bytes before."""
         now = monotonic()
         seconds = now - self.since
-        counters[-1].add(self.kind, Row(nbytes, seconds) if self.kind in _begun else
-                         Row(first=nbytes, first_seconds=seconds))
+        counters[-1].add(self.kind, Row(nbytes, seconds) if self.kind in _begun else Row(first=nbytes, first_seconds=seconds))
         self.counted, self.since = self.counted + nbytes, now
 
 

@@ -63,20 +63,21 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     context that shows the work.  Raises LoadError, CheckpointError and OSError.
     """
     from qdsl.encode.calibrated.store import Moments, save, save_names
-    from qdsl.models.calibrate import calibrate, work
+    from qdsl.models.calibrate import calibrate, calibration_bytes
     from qdsl.models.conversions import stored_names
 
-    language, tokens = loaded(model, sampling, device, fast=True)
+    language, tokens = load_with_samples(model, sampling, device, fast=True)
     folder.mkdir(parents=True, exist_ok=True)
     stored = stored_names(language.model, Path(language.path)) if has_stored_names else {}
     save_names(folder, stored)
     by_model = {own: name for name, own in stored.items()}
     targets: Target | None = (lambda name: target(by_model.get(name, name))) if sampling.sequential else None
-    with progress(work(language.model, tokens, targets, Moments(folder))):
+    with progress(calibration_bytes(language.model, tokens, targets, Moments(folder))):
         calibrate(language.model, tokens, targets, lambda block, hessians: save(folder, block, hessians), Moments(folder))
 
 
-def loaded(model: str, sampling: Sampling, device: str | None, fast: bool = False) -> tuple[LanguageModel, list[Tensor]]:
+def load_with_samples(model: str, sampling: Sampling, device: str | None, fast: bool = False,
+                      ) -> tuple[LanguageModel, list[Tensor]]:
     """A model with plain weights, and the samples on its device.
 
     Its numbers are float32 on a CPU; bfloat16 if `fast`, and the CPU multiplies it.
@@ -109,12 +110,12 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
     from qdsl.checkpoint.files.safetensors import bytes_of
     from qdsl.models.calibrate import square_sums, token_bytes
 
-    language, tokens = loaded(str(model), sampling, device)
+    language, tokens = load_with_samples(str(model), sampling, device)
     with progress({SAMPLES: sum(map(token_bytes, tokens))}):
         sums = square_sums(language.model, tokens)
     own = _map_of(model)
     tensors, left = [], []
-    for name, matrices in _matrices(sums, language.model).items():
+    for name, matrices in _sums_by_parameter(sums, language.model).items():
         rule = own.rule(name)
         left += [] if rule else [name.removesuffix(".weight")]
         for source in rule.sources if rule is not None else ():
@@ -129,7 +130,7 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
     return left
 
 
-def _matrices(sums: Mapping[str, tuple[Tensor, int]], model: Any) -> dict[str, list[tuple[Tensor, int]]]:
+def _sums_by_parameter(sums: Mapping[str, tuple[Tensor, int]], model: Any) -> dict[str, list[tuple[Tensor, int]]]:
     """The sums of each weight's matrices by the names of parameters: one matrix of a linear layer, all of stacked experts."""
     parameters = dict(model.named_parameters(remove_duplicate=False))      # a head may be its embedding
     matrices = {f"{name}.weight": [total] for name, total in sums.items() if f"{name}.weight" in parameters}

@@ -49,7 +49,7 @@ def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     matrices, others = read(weights, say)
-    modules = dict(_built(say))
+    modules = dict(_build_formats(say))
     checkpoint = write_checkpoint(modules["fp8_block"], matrices, others, out, say)
     formats = [row for name, module in modules.items() for row in _rows(name, module, matrices, say)]
     say("")
@@ -57,7 +57,7 @@ def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
             "formats": formats}
 
 
-def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
+def _build_formats(say: Say) -> Iterator[tuple[str, ModuleType]]:
     """Every format that ships with qdsl, built where it is out of date."""
     start = time.perf_counter()
     paths = places.shipped()
@@ -170,13 +170,13 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
         signal += float(weight.double().square().sum())
         noise += float((decoded.double() - weight.double()).square().sum())
         error = max(error, _linear_error(module, packed, decoded))
-        exact = exact and _survives(module, packed)
+        exact = exact and _round_trips(module, packed)
     ratio = None if not quantizes or not weights else math.inf if noise == 0 else 10 * math.log10(signal / noise)
     return {"weights": weights, "bits_per_weight": bits / weights if weights else None, "bytes": bits // 8, "snr_db": ratio,
             "pack_unpack_exact": exact, "linear_error": error, "seconds": seconds}
 
 
-def _survives(module: ModuleType, packed: PackedWeight) -> bool:
+def _round_trips(module: ModuleType, packed: PackedWeight) -> bool:
     """Whether unpacking and packing again gives the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
     return all(bytes(safetensors.bytes_of(again.tensors[name])) == bytes(safetensors.bytes_of(tensor))
@@ -206,7 +206,7 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
 QUESTION = "What is the capital of France?"
 
 
-def answers(say: Say) -> list[dict[str, Any]]:
+def ask_models(say: Say) -> list[dict[str, Any]]:
     """Ask a language model one question in Q4_1, hlane and FP8; returns its answers, and the bytes of its weights.
 
     The model is SmolLM2 where its package is installed, else a tiny one of random weights.
@@ -272,7 +272,7 @@ square, relative.
 Times are milliseconds on this CPU for all matrices; linear with {ROWS} rows of x."""
 
 
-def shown(row: Mapping[str, Any]) -> list[str]:
+def format_row(row: Mapping[str, Any]) -> list[str]:
     """The cells of a table row for a format."""
     title = f"{row['format']}.{row['storage']}" + "".join(f" {key}={value}" for key, value in row["params"].items())
     if not row["weights"]:

@@ -14,10 +14,10 @@ from qdsl.encode.calibrated import solve, store
 from qdsl.encode.calibrated.store import Moments
 from qdsl.host import progress as bar
 from qdsl.host.files import digest, write_text
-from qdsl.jobs.calibrate import Sampling, loaded, tensor_layers
+from qdsl.jobs.calibrate import Sampling, load_with_samples, tensor_layers
 from qdsl.jobs.gguf.mixes import Tensor
 from qdsl.jobs.gguf.run import quantizer_of
-from qdsl.models.calibrate import calibrate, solved_bytes, token_bytes, weights_of, work
+from qdsl.models.calibrate import calibrate, calibration_bytes, solved_bytes, token_bytes, weights_of
 from qdsl.models.sensitivity import PASSES, Sensitivity, sensitivities
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def _layer_costs(model: str, types: Mapping[str, Sequence[str]], sampling: Sampl
     if costs.keys() >= types.keys():
         return costs
     folder.mkdir(parents=True, exist_ok=True)
-    language, tokens = loaded(model, sampling, device, fast=True)
+    language, tokens = load_with_samples(model, sampling, device, fast=True)
     some = tokens[::-(-len(tokens) // RUNS)]
-    amounts = work(language.model, tokens, None, Moments(folder))
+    amounts = calibration_bytes(language.model, tokens, None, Moments(folder))
     amounts[bar.SAMPLES] += PASSES * sum(map(token_bytes, some))
     weights = weights_of(language.model, "") | {name: table.weight.data for name, table in language.model.named_modules()
                                                 if table is language.model.get_input_embeddings()}

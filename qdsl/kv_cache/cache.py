@@ -211,7 +211,7 @@ def _allocate_rows(choice: CacheFormat, rows: int, block_size: int, head_dim: in
     k = head_dim - behind
     if k < 1:
         raise FormatError(f"head_dim is {head_dim} and {format.name}.{storage} has {behind} channels behind its columns")
-    if fault := layout.why_not((block_size, k), format.sizes(params, (block_size, k))):
+    if fault := layout.why_unsupported_shape((block_size, k), format.sizes(params, (block_size, k))):
         raise FormatError(f"{format.name}.{storage}: {fault}" + (f", and {behind} channels behind them" if behind else ""))
     sizes = format.sizes(params, (block_size, k))
     group = max(axis.by(sizes) for field in variant.fields.values() for axis in field.axes if axis.dim == "N")

@@ -7,7 +7,7 @@ from math import prod
 
 from qdsl.core.numbers import find_number
 from qdsl.core.schemes import SCHEMES
-from qdsl.core.slices import Piece
+from qdsl.core.slices import FieldPiece
 from qdsl.kv_cache.cache import CachedRows
 from qdsl.runtime.weight.layout import FLOATS
 
@@ -113,7 +113,7 @@ def _columns(cached: CachedRows, name: str) -> int:
     return axes[1].by(cached.packed.sizes) if len(axes) > 1 else cached.packed.shape[1]
 
 
-def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
+def _tensor_of(cached: CachedRows, name: str) -> tuple[int, FieldPiece]:
     """The index of a field's tensor, and the field's piece in it.  Raises ValueError if the field has several pieces."""
     layout = cached.packed.layout
     matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in layout.tensors[tensor].slices

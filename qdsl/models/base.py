@@ -49,13 +49,13 @@ def check_described(path: Path, config: Mapping[str, Any], remedy: str) -> None:
 
 
 def complete_from(source: FolderSource, names: Names, base: str | Path, rename: Rename | None = None) -> None:
-    """Complete a folder from a folder or repository; `complete` explains the other arguments."""
+    """Complete a folder from a folder or repository; `complete_folder` explains the other arguments."""
     path, own = local_path(base), stored_config(source.path)
-    complete(source, names, own if describes_model(own) else stored_config(path), lambda: path, rename)
+    complete_folder(source, names, own if describes_model(own) else stored_config(path), lambda: path, rename)
 
 
-def complete(source: FolderSource, names: Names, config: Mapping[str, Any], base: Base | None = None,
-             rename: Rename | None = None) -> None:
+def complete_folder(source: FolderSource, names: Names, config: Mapping[str, Any], base: Base | None = None,
+                    rename: Rename | None = None) -> None:
     """Give a folder the config of its model, and the base's plain tensors for parameters that it has no tensor for.
 
     names: those of the model, whose weights are tied.  config: without the folder's own quantization settings, which stay.

@@ -56,7 +56,7 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
     samples are held out: where a block's outputs for them are worse than by rounding, layers at fault get moments of independent
     inputs, by which they are rounded.  The last block is not quantized here, so it is not checked.
     keep: is given each block's moments, which are then not returned.  measured: moments of layers by name; a block that has them
-    all runs once.  Progress: that of `work`.
+    all runs once.  Progress: that of `calibration_bytes`.
     Memory: the activations of all samples, before and after a block without `target`; a copy of one block with it; and one
     block's moments with `keep`.  Raises LoadError for a model that is not a list of blocks, or whose blocks take arguments that
     depend on the sample.
@@ -64,7 +64,7 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
     path, blocks = block_list(model)
     samples, withheld = _withheld_last(samples, target)
     arguments = _arguments(model, blocks, samples[0])
-    if len(samples) > 1 and not _same(arguments, _arguments(model, blocks, samples[-1])):
+    if len(samples) > 1 and not _is_same_tree(arguments, _arguments(model, blocks, samples[-1])):
         raise LoadError(f"{type(model).__name__}: its blocks take arguments that differ between samples")
     states = [_first_input(model, blocks[0], sample) for sample in samples]
     moments: dict[str, Hessian] = {}
@@ -107,7 +107,7 @@ def _moments(block: nn.Module, name: str, states: Sequence[Tensor], withheld: in
     """
     if _is_measured(measured, block, name):
         return {weight: measured[weight] for weight in weights_of(block, name) if weight in measured}, None
-    with collecting(name, block) as hessians:
+    with collect_moments(name, block) as hessians:
         outputs = _run(block, states[:len(states) - withheld], arguments)
     return hessians, outputs + _run(block, states[len(states) - withheld:], arguments)
 
@@ -117,8 +117,8 @@ def _is_measured(measured: Mapping[str, Hessian] | None, block: nn.Module, name:
     return measured is not None and measured.keys() >= linear_layers(block, name).keys()
 
 
-def work(model: nn.Module, samples: Sequence[Tensor], target: Target | None = None,
-         measured: Mapping[str, Hessian] | None = None) -> dict[str, int]:
+def calibration_bytes(model: nn.Module, samples: Sequence[Tensor], target: Target | None = None,
+                      measured: Mapping[str, Hessian] | None = None) -> dict[str, int]:
     """The bytes that `calibrate` counts: of tokens that run through blocks (SAMPLES), and of weights that are solved (SOLVE)."""
     path, blocks = block_list(model)
     runs = checks = solved = 0
@@ -157,9 +157,9 @@ def _trial_weights(name: str, block: nn.Module, target: Target) -> dict[str, Ten
 def _solve_trials(name: str, block: nn.Module, state: Tensor, arguments: Arguments, target: Target) -> None:
     """Solve two weights for one sample, so that the time that solving takes is known while the samples run."""
     trials = _trial_weights(name, block, target)
-    with collecting(name, block) as hessians:
+    with collect_moments(name, block) as hessians:
         _run(block, [state], arguments)
-    for layer, weight in _round(trials, hessians, target).items():
+    for layer, weight in _round_weights(trials, hessians, target).items():
         trials[layer].copy_(weight)
 
 
@@ -169,7 +169,7 @@ class _RoundedBlock:
     def __init__(self, block: nn.Module, weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target,
                  arguments: Arguments) -> None:
         self.block, self.weights, self.target, self.arguments = block, weights, target, arguments
-        self.originals = _round(weights, hessians, target)
+        self.originals = _round_weights(weights, hessians, target)
 
     def run(self, states: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the block; its weights are then as they were."""
@@ -205,7 +205,7 @@ class _RoundedBlock:
             columns = weight.shape[1]
             independent = {layer: Hessian(torch.eye(columns, dtype=torch.float32, device=weight.device), columns)}
             self.weights[layer].copy_(weight)
-            _round({layer: self.weights[layer]}, independent, self.target)
+            _round_weights({layer: self.weights[layer]}, independent, self.target)
             if (error := self._error(states, expected)) < least:
                 least, rounded = error, rounded | independent
             else:
@@ -243,7 +243,7 @@ def linear_layers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return {_joined(prefix, name): layer for name, layer in module.named_modules() if product_of(layer)}
 
 
-def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _expert_stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """The parameters [E, N, K] or [E, K, N] of a module's experts, with their names and owners; convolutions have such, too."""
     for name, owner in module.named_modules():
         for leaf, parameter in owner.named_parameters(recurse=False):
@@ -255,7 +255,7 @@ def weights_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     """The weights [N, K] of a module's linear layers and experts, as views, by their names after a prefix."""
     weights = {name: layer.weight.data.t() if product_of(layer) == "transposed" else layer.weight.data
                for name, layer in linear_layers(module, prefix).items() if isinstance(layer.weight, Tensor)}
-    for name, owner, parameter in _stacks(module, prefix):
+    for name, owner, parameter in _expert_stacks(module, prefix):
         weights |= {f"{name}.{expert}": weight.t() if is_transposed(owner, parameter) else weight
                     for expert, weight in enumerate(parameter.data)}
     return weights
@@ -265,7 +265,7 @@ def _joined(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def _round(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target) -> dict[str, Tensor]:
+def _round_weights(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target) -> dict[str, Tensor]:
     """Give weights the values that they have when they are quantized; returns the numbers of those that changed."""
     originals = {}
     for name, weight in weights.items():
@@ -305,7 +305,7 @@ class _Experts(TorchFunctionMode):
     def __init__(self, prefix: str, module: nn.Module, count: Count) -> None:
         super().__init__()
         self.count = count
-        self.names = {weight.data_ptr(): (name, expert) for name, _, stack in _stacks(module, prefix)
+        self.names = {weight.data_ptr(): (name, expert) for name, _, stack in _expert_stacks(module, prefix)
                       for expert, weight in enumerate(stack)}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,7 +322,7 @@ class _Experts(TorchFunctionMode):
 def counting_products(prefix: str, module: nn.Module, count: Count) -> Iterator[None]:
     """Calls count(name, x, product) for all x that a linear layer or an expert of a module gets while the context lasts."""
     with ExitStack() as stack:
-        stack.enter_context(experts_one_by_one(owner for _, owner, _ in _stacks(module, prefix)))
+        stack.enter_context(experts_one_by_one(owner for _, owner, _ in _expert_stacks(module, prefix)))
         for name, layer in linear_layers(module, prefix).items():
             stack.enter_context(layer.register_forward_hook(
                 lambda _, inputs, product, name=name: count(name, inputs[0], product)))
@@ -331,7 +331,7 @@ def counting_products(prefix: str, module: nn.Module, count: Count) -> Iterator[
 
 
 @contextmanager
-def collecting(prefix: str, module: nn.Module) -> Iterator[dict[str, Hessian]]:
+def collect_moments(prefix: str, module: nn.Module) -> Iterator[dict[str, Hessian]]:
     """Collects the moments of the inputs of a module's layers while it runs; complete when the context ends.
 
     Layers whose inputs are the same tensor in the first run share their moments.
@@ -380,12 +380,12 @@ def _first_input(model: nn.Module, block: nn.Module, sample: Tensor) -> Tensor:
     return taken[0]
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_same_tree(first: Any, second: Any) -> bool:
     """Whether two trees of arguments hold the same numbers."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     if isinstance(first, list | tuple) and type(first) is type(second):
-        return len(first) == len(second) and all(map(_same, first, second))
+        return len(first) == len(second) and all(map(_is_same_tree, first, second))
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(_is_same_tree(first[key], second[key]) for key in first)
     return bool(first is second or first == second)

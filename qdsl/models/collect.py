@@ -67,7 +67,7 @@ class _Rows:
         return whole.shard("N", self.start, whole.shape[0] if self.stop is None else self.stop)
 
 
-class Collector:
+class CheckpointTensors:
     """The tensors of a model under the names of its checkpoint.
 
     settings: format, storage and parameters of each packed layer, by its name in the checkpoint.  dense: modules that are not

@@ -129,8 +129,7 @@ def stored_names(model: nn.Module, path: Path) -> dict[str, str]:
     names = Conversions.of(model)
     with open_checkpoint(path) as checkpoint:
         source = checkpoint.source
-        stacks = {**usual_stacks(dict(model.named_parameters()), source, names.place, ""),
-                  **names.stacks(layer_shapes(source))}
+        stacks = {**usual_stacks(dict(model.named_parameters()), source, names.place, ""), **names.stacks(layer_shapes(source))}
         layers = {*source.layers, *(full.removesuffix(".weight") for full in source.plain)}
     stored = {piece: f"{stack}.{expert}" for stack, experts in stacks.items() for expert, pieces in enumerate(experts)
              for piece in pieces}

@@ -19,15 +19,15 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.detect.ledger import Finding, Kind, refuse
+from qdsl.checkpoint.detect.ledger import Finding, Kind, refuse_changes
 from qdsl.checkpoint.detect.neighbors import UNKNOWN_EFFECT
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
-from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
+from qdsl.checkpoint.report.shards import RankPiece, ShardError, is_plain, merged_pieces, piece, row_piece, why_unservable
 from qdsl.core.siblings import MERGED
 from qdsl.models.served import Served, assembled, decoding
-from qdsl.models.shards import Collector, Part, joined, linear
+from qdsl.models.shards import Collector, RankPart, join_parts, linear
 from qdsl.runtime.gpu.placement import fastest_storage
 from qdsl.runtime.weight import eight
 
@@ -120,7 +120,7 @@ class EngineConfig:
         Raises ShardError for a folder without packed layers where no format is set, and for contradictory settings;
         CheckpointError for settings and tensors that are not computed, unless `allow_unknown`.
         """
-        for text in refuse(checkpoint.path, checkpoint.findings, self.allow_unknown):
+        for text in refuse_changes(checkpoint.path, checkpoint.findings, self.allow_unknown):
             logging.getLogger("qdsl").warning("%s: not computed: %s", checkpoint.path, text)
         if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
             raise ShardError(f"{checkpoint.path}: products that take x in 8 bits are not batch-invariant; leave "
@@ -151,22 +151,22 @@ class EngineConfig:
             yield name, tensor
         self.modules.clear()
 
-    def collector(self, layer: Layer, pieces: Sequence[Piece]) -> Collector:
+    def collector(self, layer: Layer, pieces: Sequence[RankPiece]) -> Collector:
         """A collector of a layer's tensors, which quantizes a plain layer that is to be packed."""
         if layer.name not in self.encoded:
             return Collector(layer, pieces)
         name = self.format or next(iter(group_rules().values()))["alone"]     # files code these weights together
         return Collector(layer, pieces, partial(import_module(f"qdsl.generated.{name}").quantize, **self.options))
 
-    def quantizing_x(self, part: Part, collector: Collector) -> Part:
+    def quantizing_x(self, part: RankPart, collector: Collector) -> RankPart:
         """A part whose matmuls quantize x to 8 bits: where settings say so (FormatError if its weight is not 8-bit), or with
         'auto' where the checkpoint does.
         """
         if self.quantize_x == AUTO:
             is_asked = collector.layer.name in self.checkpoint.quantizing_x and not self.batch_invariant
-            is_narrow = is_asked and eight.is_possible(part.weight)
+            is_narrow = is_asked and eight.can_quantize_x(part.weight)
         elif is_narrow := bool(self.quantize_x):
-            eight.check(part.weight)
+            eight.check_quantize_x(part.weight)
         return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
 
     def warn_of_experts(self, prefix: str, layers: Iterable[Layer]) -> None:
@@ -203,7 +203,7 @@ class EngineConfig:
             return
         what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         finding = Finding(Kind.UNKNOWN, "", name, what, UNKNOWN_EFFECT)
-        for text in refuse(self.checkpoint.path, [finding], self.allow_unknown):
+        for text in refuse_changes(self.checkpoint.path, [finding], self.allow_unknown):
             logging.getLogger("qdsl").warning("%s: not computed: %s", self.checkpoint.path, text)
 
 
@@ -255,9 +255,9 @@ class PackedLinear:
         self.config = config
         self.layers = list(layers)
         self.collectors: list[Collector] = []
-        self.loaded: dict[int, list[Part]] = {}
+        self.loaded: dict[int, list[RankPart]] = {}
         self.places: list[int] = []                              # the collector of every part of the module
-        self.parts: list[Part] = []
+        self.parts: list[RankPart] = []
 
     def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
@@ -272,12 +272,12 @@ class PackedLinear:
         """The number of ranks that share a module, and the number of this one."""
         return layer.tp_size, layer.tp_rank
 
-    def _pieces(self, layer: Any, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
+    def _pieces(self, layer: Any, columns: int, rows: Sequence[int], all_columns: int) -> list[RankPiece]:
         """The rank's pieces.  columns, rows: of the rank, rows by part.  Raises ShardError."""
         name = getattr(layer, "prefix", self.layers[0].name)
         first, vocabulary = self.layers[0], getattr(layer, "shard_indices", None)
         for own in self.layers:
-            if not unservable(own) and own.shape[1] != all_columns:
+            if not why_unservable(own) and own.shape[1] != all_columns:
                 raise ShardError(f"{name}: {own.name} has {own.shape[1]} columns, and the model {all_columns}")
         if vocabulary is not None:
             start, stop = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
@@ -305,8 +305,8 @@ class PackedLinear:
         for number, collector in enumerate(self.collectors):
             if number not in self.loaded:
                 self.loaded[number] = collector.parts(device)    # says what is missing
-        self.parts = joined([self.config.quantizing_x(part, self.collectors[number]) for number in sorted(self.loaded)
-                             for part in self.loaded[number]])
+        self.parts = join_parts([self.config.quantizing_x(part, self.collectors[number]) for number in sorted(self.loaded)
+                                 for part in self.loaded[number]])
         if not hasattr(layer, "shard_indices"):                  # an embedding looks rows up
             self.parts = [replace(part, weight=fastest_storage(part.weight, part.quantize_x)) for part in self.parts]
         self.loaded = {}
@@ -314,7 +314,7 @@ class PackedLinear:
             for name, tensor in part.weight.tensors.items():
                 layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
 
-    def current(self, layer: Any) -> list[Part]:
+    def current(self, layer: Any) -> list[RankPart]:
         """The parts, with the tensors that the module has now."""
         return [replace(part, weight=part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}")
                                                          for name in part.weight.tensors}))

@@ -46,7 +46,7 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Offsets, Tensor | None], Tensor
     return weighted_sum(run(x, offsets, tokens), places, topk_weights, offsets).to(x.dtype)
 
 
-def _times(part: QuantizedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+def _part_product(part: QuantizedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K] @ w.T + bias for the weight of a part."""
     packed = part.packed
     out = part.format.linear(x, packed, bias)
@@ -198,7 +198,7 @@ class Experts(SpecializedModule):
         parts = self._linears_of(expert)
         biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
         with onloaded_by_hooks(parts):
-            return torch.cat([_times(part, x, own) for part, own in zip(parts, biases, strict=True)], -1)
+            return torch.cat([_part_product(part, x, own) for part, own in zip(parts, biases, strict=True)], -1)
 
     def __getattr__(self, name: str) -> Any:
         """A module's attribute; else a tensor's, of the dense weights."""

@@ -11,7 +11,7 @@ from torch import nn
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP
 from qdsl.checkpoint.detect.ledger import Finding, Kind
-from qdsl.checkpoint.detect.neighbors import alike, is_bias, kind_of
+from qdsl.checkpoint.detect.neighbors import group_findings, is_bias, kind_of
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.jobs.engine import RewriteError
@@ -30,11 +30,11 @@ def findings(checkpoint: Checkpoint, plan: LoadPlan, names: Names, rename: Renam
     if model is None or not isinstance(source, FolderSource):
         return claims
     judged = {full for layer in source.layers.values() for leaf, full in layer.others.items() if not is_bias(leaf)}
-    return [*claims, *without_place(source, names, {
+    return [*claims, *unplaced_findings(source, names, {
         full: own for full in plan.unused if full not in judged and (own := renamed(full, rename)) is not None}, model)]
 
 
-def without_place(source: FolderSource, names: Names, tensors: Mapping[str, str], model: nn.Module) -> list[Finding]:
+def unplaced_findings(source: FolderSource, names: Names, tensors: Mapping[str, str], model: nn.Module) -> list[Finding]:
     """Tensors of modules that a model has, with which these modules do not compute; biases of zeros change nothing.
 
     So are those of further modules inside of a layer or of a numbered block, and of experts that the model has in one parameter.
@@ -48,7 +48,7 @@ def without_place(source: FolderSource, names: Names, tensors: Mapping[str, str]
                and (kind := kind_of(full, Kind.UNKNOWN)) is not None and kind[0] is Kind.UNKNOWN
                and not any(pattern.search(own) for pattern in ignored)
                and not (is_bias(own.rpartition(".")[2]) and not source.tensor(full).any())}
-    return alike(source.folder, unknown)
+    return group_findings(source.folder, unknown)
 
 
 def _is_inside(own: str, modules: Collection[str]) -> bool:
@@ -81,10 +81,10 @@ def biases_without_place(folder: Folder) -> list[Finding]:
     names = Names(model)
     tensors, target = {*names.parameters, *names.buffers}, _target(model)
     ignored = [re.compile(pattern) for pattern in may_be_unexpected(model)]
-    return alike(folder, {full: kind for full, kind in biases.items() if (own := target(full)) not in tensors
-                          and (own.rpartition(".")[0] in names.modules.keys() - {""}
-                               or target(f"{full.rpartition('.')[0]}.weight") in tensors)
-                          and not any(pattern.search(own) for pattern in ignored) and bool(folder.tensor(full).any())})
+    return group_findings(folder, {full: kind for full, kind in biases.items() if (own := target(full)) not in tensors
+                                   and (own.rpartition(".")[0] in names.modules.keys() - {""}
+                                        or target(f"{full.rpartition('.')[0]}.weight") in tensors)
+                                   and not any(pattern.search(own) for pattern in ignored) and bool(folder.tensor(full).any())})
 
 
 def _target(model: Any) -> Callable[[str], str]:

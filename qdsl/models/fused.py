@@ -23,7 +23,7 @@ from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
 from qdsl.runtime.torch.model import Report, Skip, check_model, replace_layers
 from qdsl.runtime.torch.ops import autocast, is_differentiated
-from qdsl.runtime.weight.arrays import common
+from qdsl.runtime.weight.arrays import common_tensor
 from qdsl.runtime.weight.convert import default_tensors
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -84,11 +84,11 @@ class FusedLinear(QuantizedLinear):
         for name, own in self._names.items():
             tensor = _joined(parts, name, name == codes)
             tensor = pad_groups(tensor, self._packed, self.group) if name == codes else tensor
-            tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
+            tensor = _split_scales(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
             self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         self._dtypes = {name: tensor.dtype for name, tensor in self._stored_tensors().items()}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        if different := _different(packed, self.checkpoint_weight()):
+        if different := _first_difference(packed, self.checkpoint_weight()):
             raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
         self._specialize()
 
@@ -218,7 +218,7 @@ def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
     return tensors[0] if len(parts) == 1 or name == parts[0].layout.order else torch.cat(tensors, _rows_axis(parts[0], name))
 
 
-def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _split_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Tensors [terms, ...] in a narrower dtype that sum exactly to `scales`.  Raises FormatError where there are none."""
     terms, left = [scales.to(dtype)], scales - scales.to(dtype)
     while bool((left != 0).any()) and len(terms) < TERMS:
@@ -237,11 +237,11 @@ def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
-def _different(before: PackedWeight, after: PackedWeight) -> str:
+def _first_difference(before: PackedWeight, after: PackedWeight) -> str:
     """The first tensor that differs in bits; '' where there is none."""
     for name in {**before.tensors, **after.tensors}:
         pair = [weight.tensors[name] for weight in (before, after) if name in weight.tensors]
-        if len(pair) < 2 or pair[0].dtype != pair[1].dtype or common(pair) is None:
+        if len(pair) < 2 or pair[0].dtype != pair[1].dtype or common_tensor(pair) is None:
             return name
     return ""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf_metadata import Value
@@ -76,7 +76,7 @@ class LanguageFolder:
         self.path, self.folder = path, Folder(path, copies=True)
         self.paths = self.folder.shards
         detected = layers(self.folder)
-        refuse(path, detected.findings, allow_unknown)
+        refuse_changes(path, detected.findings, allow_unknown)
         refuse_groups(self.folder, detected.groups)
         try:
             config = AutoConfig.from_pretrained(path)

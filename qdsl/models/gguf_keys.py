@@ -31,7 +31,7 @@ def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip:
     return sentences
 
 
-def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str] = ()) -> list[str]:
+def unknown_keys(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str] = ()) -> list[str]:
     """Sentences about keys that no rule explains, or for which the config has no place, unless their values change nothing."""
     sentences = []
     for key, value in _settings(config, metadata, own, skip):
@@ -115,12 +115,12 @@ def entries_of(key: str, own: GgufMap) -> Sequence[Any]:
 def _expected(key: str, config: Any, own: GgufMap) -> tuple[str, Any]:
     """The first entry that a config has for a key, and its value; ('', None) where it has none."""
     for entry in entries_of(key, own):
-        if (value := _evaluated(entry, config)) is not None:
+        if (value := _entry_value(entry, config)) is not None:
             return str(entry), value
     return "", None
 
 
-def _evaluated(entry: Any, config: Any) -> Any:
+def _entry_value(entry: Any, config: Any) -> Any:
     """The value of an entry; None where the config lacks a part of it."""
     if not isinstance(entry, str):
         return entry
@@ -128,7 +128,7 @@ def _evaluated(entry: Any, config: Any) -> Any:
     if kind:
         return None if (types := getattr(config, name, None)) is None else [own == kind for own in types]
     names = re.split(r"[*/+]", entry)
-    numbers = [_named(config, name) for name in names]
+    numbers = [_config_entry(config, name) for name in names]
     if len(numbers) == 1 or None in numbers:
         return numbers[0] if len(numbers) == 1 else None
     result = numbers[0]
@@ -137,7 +137,7 @@ def _evaluated(entry: Any, config: Any) -> Any:
     return result
 
 
-def _named(config: Any, name: str) -> Any:
+def _config_entry(config: Any, name: str) -> Any:
     """An entry of a config, or of a mapping in it; None where it is absent.  A number is itself."""
     if name.isdecimal():
         return int(name)

@@ -49,7 +49,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, kinds: Sequence[str], confi
     else:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        tokens, scores, types = _sentencepiece(folder, settings, config) if kind == "sentencepiece" else _llama(folder)
+        is_model = kind == "sentencepiece"
+        tokens, scores, types = _sentencepiece(folder, settings, config) if is_model else _sentencepiece_of_json(folder)
     writer.add_token_list(tokens)
     if scores is not None:
         writer.add_token_scores(scores)
@@ -115,7 +116,7 @@ def _added(token: str, special: bool) -> tuple[str, TokenType]:
     return (token, TokenType.CONTROL) if special or looks_special else (token.replace(SPACE, " "), TokenType.USER_DEFINED)
 
 
-def _llama(folder: Path) -> Vocabulary:
+def _sentencepiece_of_json(folder: Path) -> Vocabulary:
     """The vocabulary of a tokenizer.json that was converted from a SentencePiece model."""
     try:
         entries = list(LlamaHfVocab(folder).all_tokens())
@@ -167,7 +168,7 @@ def _add_special(writer: GGUFWriter, folder: Path, settings: Mapping[str, Any], 
         raise QuantizeError(f"{folder / 'tokenizer.json'}: normalizer {wrong.pop()} is not written to a GGUF file")
     if tokenizer and not settings:
         raise QuantizeError(f"{folder}: no tokenizer_config.json, which names the special tokens")
-    kinds, flags = list(SPECIAL), _flags(tokenizer, entries, folder)
+    kinds, flags = list(SPECIAL), _special_token_flags(tokenizer, entries, folder)
     kinds += ["eot"] if entries.get("eot_token") is not settings.get("eot_token") else []
     flags |= {kind: flag for kind in kinds if isinstance(flag := entries.get(f"add_{kind}_token"), bool) and kind not in flags}
     numbers = _special_numbers(kinds, tokenizer, entries, json_of(folder / "config.json"), limit)
@@ -212,7 +213,7 @@ def _chat_template(folder: Path) -> Any:
     return [{"name": "default", "template": text}, *templates] if templates else text
 
 
-def _flags(tokenizer: Mapping[str, Any], entries: dict[str, Any], folder: Path) -> dict[str, bool]:
+def _special_token_flags(tokenizer: Mapping[str, Any], entries: dict[str, Any], folder: Path) -> dict[str, bool]:
     """Which special tokens are added to a text, by the post-processor of tokenizer.json.  Fills in missing entries."""
     if not tokenizer:
         return {}

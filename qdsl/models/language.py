@@ -15,7 +15,7 @@ import transformers
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.files.components import why_no_config, why_no_model
-from qdsl.checkpoint.files.references import local_path, similar
+from qdsl.checkpoint.files.references import local_path, path_hint
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.models.transformers.gguf import file_dtype, gguf_path
@@ -106,7 +106,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     path = local_path(ref)
     path = gguf_path(path) or path
     if not path.exists():
-        raise LoadError(f"{ref}: no such folder or file{similar(path)}")
+        raise LoadError(f"{ref}: no such folder or file{path_hint(path)}")
     if why := why_no_model(path):
         raise LoadError(f"{ref}: {why}")
     if base is None and (why := why_no_config(path)):

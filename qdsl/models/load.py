@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
@@ -38,7 +38,7 @@ from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.models.transforms import folded_weight, place_transforms
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
-from qdsl.runtime.gpu.placement import PLANAR, may_change
+from qdsl.runtime.gpu.placement import PLANAR, may_change_storage
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.torch.layers import QuantizedLinear, embedding_class, linear_class, replaced_by
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
@@ -46,8 +46,8 @@ from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.siblings import make_ready
-from qdsl.runtime.weight.algebra import concatenated
-from qdsl.runtime.weight.arrays import aligned, empty
+from qdsl.runtime.weight.algebra import concatenate_rows
+from qdsl.runtime.weight.arrays import aligned_copy, empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 
@@ -84,11 +84,11 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     tie(model)
     names = Names(model)
     stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename), format), **(stacks or {})}
-    _know_shapes(checkpoint, names, rename, stacks)
+    _pass_shapes(checkpoint, names, rename, stacks)
     plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
         raise LoadError("\n  ".join([f"{checkpoint.path} does not fill the model:", *plan.problems]))
-    allowed = refuse(checkpoint.path, findings(checkpoint, plan, names, rename, model if plain else None), allow_unknown)
+    allowed = refuse_changes(checkpoint.path, findings(checkpoint, plan, names, rename, model if plain else None), allow_unknown)
     loader = _Loader(model, names, checkpoint, plan, _read_weights(checkpoint, plan, verify), device, dtype, copy, allowed)
     loader.fill_plain(format, options, plain)
     loader.fill_biases()
@@ -123,7 +123,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
 
     def is_unfused(layer: Any, name: str) -> bool:
         is_fast = layer.device.type == "cpu" and layer.compute_dtype in OPERATIONS["cpu"].dtypes
-        return not is_fast or is_left(layer, name) or not may_change(layer)
+        return not is_fast or is_left(layer, name) or not may_change_storage(layer)
 
     is_allowed = has_torch_kernels() and not library.has_compiler() and PLANAR.value() != "never"
     fused = fuse_model(model, is_unfused).quantized if is_allowed else {}
@@ -135,7 +135,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
     return layers
 
 
-def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
+def _pass_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
     """Pass the model's shapes to a checkpoint, for layers that do not state their own."""
     pieces = stacked_layer_shapes(names.parameters, stacks)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -257,7 +257,7 @@ class _Loader:
             with torch.no_grad():
                 old.copy_(tensor)
             return
-        value = aligned(self._moved(tensor, device, dtype))
+        value = aligned_copy(self._moved(tensor, device, dtype))
         if name in self.names.buffers:
             self._set(name, value)
             return
@@ -315,7 +315,7 @@ class _Loader:
             first = weights[-1]
             layers.append(Layer(full.removesuffix(".weight"), format, first.storage, first.params, first.shape,
                                 len(matrices) if tensor.dim() == 3 else None))
-        joined = concatenated(weights)
+        joined = concatenate_rows(weights)
         self._hold_experts(name, Experts(weights if joined is None else joined, old.shape[0], transposed, self._dtype(old)))
         if layers[0].experts is None:
             self.origin.stacks[name] = tuple(layers)
@@ -415,7 +415,7 @@ class _Loader:
             except FormatError:
                 return [self._owned(weight, device) for weight in self.source.weights(step.layer)]
         weights = [weight for layer in step.parts for weight in self.source.weights(layer)]
-        joined = concatenated(weights)
+        joined = concatenate_rows(weights)
         if joined is None:
             return [self._owned(weight, device) for weight in weights]
         mapped = {id(tensor) for tensor in weights[0].tensors.values()}            # those that all weights share are not copied

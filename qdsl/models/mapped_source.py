@@ -24,7 +24,7 @@ from qdsl.models.names import Names
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.ties import tie
 from qdsl.models.transforms import folded_weight
-from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.algebra import concatenate_rows
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known
@@ -84,7 +84,7 @@ class MappedSource:
                 count = len(row_order(rule.rows, self.config, rows)) * columns
             if len(shapes) < len(rule.sources):
                 problems.append(f"{shown(name)} needs {', '.join(own for own in rule.sources if own not in shapes)}, too")
-            elif count != math.prod(self._shapes[name]) or any(_is_turned(shape, self._shapes[name], rule)
+            elif count != math.prod(self._shapes[name]) or any(_has_other_columns(shape, self._shapes[name], rule)
                                                                for shape in shapes.values()):
                 stored = ", ".join(f"{shown(source)} {list(shape)}" for source, shape in shapes.items())
                 problems.append(f"{shown(name)} is {list(self._shapes[name])} in the model, and the file has {stored}")
@@ -141,7 +141,7 @@ class MappedSource:
         if not self._rule(layer).rows:
             return PackedWeight.join(parts)
         cuts = [cut for rows in order.chunk(layer.experts or 1) for cut in self._cuts(parts, rows)]
-        joined = concatenated(cuts) if sum(cut.shape[0] for cut in cuts) == len(order) else None
+        joined = concatenate_rows(cuts) if sum(cut.shape[0] for cut in cuts) == len(order) else None
         return PackedWeight.join(parts).rows(order) if joined is None else joined
 
     def _parts(self, layer: Layer) -> tuple[list[PackedWeight], Tensor]:
@@ -263,7 +263,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {RECORDED}", zeros=zeros,
                             unused=[name for name in stored if is_input_scale(name, stored)],
-                            problems=_unplaced(stored, map, rules, model))
+                            problems=_unplaced_problems(stored, map, rules, model))
     except Exception:
         file.close()
         raise
@@ -275,7 +275,8 @@ def is_input_scale(name: str, stored: Container[str]) -> bool:
     return leaf == INPUT_SCALE and f"{stem}.weight" in stored
 
 
-def _unplaced(stored: Mapping[str, object], map: GgufMap, rules: Mapping[str, TensorRule], model: nn.Module) -> list[str]:
+def _unplaced_problems(stored: Mapping[str, object], map: GgufMap, rules: Mapping[str, TensorRule],
+                       model: nn.Module) -> list[str]:
     """Problems with tensors of a file that the map does not know, or for which the model has no parameter.
 
     A model without a head needs none of the head's.
@@ -303,7 +304,7 @@ def layers_by_tensor(file: Source) -> dict[str, Layer | None]:
     return names
 
 
-def _is_turned(stored: Sequence[int], wanted: Sequence[int], rule: TensorRule) -> bool:
+def _has_other_columns(stored: Sequence[int], wanted: Sequence[int], rule: TensorRule) -> bool:
     """Whether a tensor of as many axes as its parameter has other columns, without axes of length 1."""
     stored, wanted = ([extent for extent in shape if extent != 1] for shape in (stored, wanted))
     is_comparable = len(stored) == len(wanted) > 1 and not rule.elements and rule.rows != LATENT

@@ -27,7 +27,7 @@ from qdsl.models.private_apis import forget_adapters
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
-from qdsl.runtime.weight.requantize import Report, compare
+from qdsl.runtime.weight.requantize import Report, weight_error
 
 __all__ = ["AdapterError", "MergeReport", "merge"]
 
@@ -125,14 +125,14 @@ def _merged(name: str, layer: Any, into: str, dtype: torch.dtype | None, report:
     if into == "dense":
         merged = base.dense(dtype)
         merged.weight = nn.Parameter(weight.to(merged.weight.dtype), requires_grad=False)
-        report.errors[name] = compare(weight, merged.weight)
+        report.errors[name] = weight_error(weight, merged.weight)
     else:
         try:
             packed = _requantized(weight, base.checkpoint_weight())
         except FormatError as error:
             raise AdapterError(f"{name}: {error}; merge(model, into='dense') works for every format") from None
-        merged = _layer_of(packed, base)
-        report.errors[name] = compare(weight, packed)
+        merged = _packed_layer(packed, base)
+        report.errors[name] = weight_error(weight, packed)
     if isinstance(base, QuantizedLinear):
         merged.bias = base.bias if bias is None else nn.Parameter(bias.to(dtype or base.compute_dtype), requires_grad=False)
     return merged.train(base.training)  # type: ignore[no-any-return]
@@ -195,7 +195,7 @@ def _has_zeros_of(packed: PackedWeight, symmetric: PackedWeight) -> bool:
     return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in zeros)
 
 
-def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
+def _packed_layer(packed: PackedWeight, base: Any) -> nn.Module:
     """A packed layer of a weight, with the settings of another layer."""
     if isinstance(base, QuantizedEmbedding):
         return embedding_class(packed.format)(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,

@@ -20,7 +20,7 @@ from qdsl.models.base import check_described
 from qdsl.models.plan import LoadError
 
 
-def missing_part(used: Mapping[Any, str]) -> str:
+def missing_library_part(used: Mapping[Any, str]) -> str:
     """The first part of a library that a plug-in uses and that is missing; '' where all are present.
 
     used: by module or class, names of attributes, with parameters that a function among them must have.
@@ -85,7 +85,7 @@ def single_device(device_map: Any) -> Any:
     return device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else None
 
 
-def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) -> None:
+def move_to_map(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) -> None:
     """Move tensors to the devices of a map; those on the CPU stay mapped."""
     for name in {name.rpartition(".")[0] for name in names}:
         key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
@@ -95,7 +95,7 @@ def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) 
             module._apply(lambda tensor, to=device: tensor if tensor.is_meta else tensor.to(to), recurse=False)
 
 
-def saving(save_pretrained: Any, quantizer: Any, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
+def wrap_save(save_pretrained: Any, quantizer: Any, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
     """Wraps `save_pretrained`, so that models with packed weights are saved as the files they were loaded from.
 
     quantizer: the plug-in's class, which has `save(model, folder)`.  is_others: models that the library saves nevertheless.

@@ -44,7 +44,7 @@ def is_cpu(device_map: Any) -> bool:
     return places <= {"cpu", "disk", *(() if torch.accelerator.is_available() else ("auto", "balanced", "sequential"))}
 
 
-def arithmetic(model: Any) -> str:
+def arithmetic_text(model: Any) -> str:
     """One line for users: the dtype of a model's products, on a CPU also why, how x is rounded, and the threads."""
     dtype = str(model.dtype).removeprefix("torch.")
     if model.device.type != "cpu":

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdsl.checkpoint.detect.guard import FIELD, guarded, is_guard, unguarded
+from qdsl.checkpoint.detect.guard import FIELD, is_guard, with_guard, without_guard
 from qdsl.checkpoint.files import crc
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.resume import write_tensors
-from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, laid_out, shown
+from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, plan_header, shown
 from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.host.files import flush_folder, make_folder, shared_file, write_text
 from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
 from qdsl.jobs.engine.shards import Files, headers_index, shard_names
-from qdsl.models.collect import Collector, SaveError, Stored
+from qdsl.models.collect import CheckpointTensors, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
 from qdsl.runtime.libraries.private_apis import without_autocast
 
@@ -67,7 +67,7 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     """
     origin = origin_in(model)
     _check_target(folder, origin)
-    collected = Collector(model, origin or Origin(Path()))
+    collected = CheckpointTensors(model, origin or Origin(Path()))
     collected.collect()
     if origin is not None and origin.gguf is not None and not collected.changed:
         return _save_gguf(folder, origin, collected.tensors)
@@ -139,7 +139,7 @@ def _files(tensors: Mapping[str, Stored], origin: Origin | None, changed: bool, 
         exact = False
         metadata = {key: text for key, text in header.metadata.items() if key == "format"} if changed else header.metadata
         if own:
-            files[file] = laid_out(file, own, metadata or None)
+            files[file] = plan_header(file, own, metadata or None)
     return files, exact
 
 
@@ -159,14 +159,15 @@ def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[byte
             size = 0
         shards[-1][name] = tensor.kind
         size += tensor.nbytes
-    return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(shard_names(stem, len(shards)), shards, strict=True)}
+    return {name: plan_header(name, own, {"format": "pt"})
+            for name, own in zip(shard_names(stem, len(shards)), shards, strict=True)}
 
 
 def _bytes(tensor: Stored) -> Iterator[Buffer]:
     yield bytes_of(tensor.read().reshape(tensor.shape))
 
 
-def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | None, collected: Collector,
+def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | None, collected: CheckpointTensors,
            files: Files, exact: bool, stem: str) -> dict[str, str]:
     """The texts of config.json and the index."""
     texts: dict[str, str] = {}
@@ -183,7 +184,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
             base["quantization_config"] = own_settings(collected.settings, collected.dense, collected.transforms)
         elif not has_own:
             base.pop("quantization_config", None)
-        base = guarded(base) if has_own else unguarded(base)
+        base = with_guard(base) if has_own else without_guard(base)
         texts[CONFIG] = json.dumps(base, indent=2, ensure_ascii=False) + "\n"
     if exact and origin is not None:
         return texts | ({} if origin.index is None else dict([origin.index]))

@@ -39,7 +39,7 @@ def sensitivities(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, list
 
     samples: tokens [1, length].  Progress: PASSES for each byte of them.
     """
-    measured = _Measured(model)
+    measured = _SquareSums(model)
     with measured.counting():
         for sample in samples:
             with progress.step(progress.SAMPLES, PASSES * token_bytes(sample)):
@@ -47,7 +47,7 @@ def sensitivities(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, list
     return measured.all(sum(sample.numel() for sample in samples))
 
 
-class _Measured:
+class _SquareSums:
     """A model, and sums of squares: of gradients by rows, and of inputs or gradients by columns."""
 
     def __init__(self, model: Any) -> None:

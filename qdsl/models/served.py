@@ -44,7 +44,7 @@ from qdsl.models.shapes import model_shapes
 from qdsl.runtime.weight.packed import PackedWeight
 
 
-class Arrived(dict[str, Tensor]):
+class ArrivedTensors(dict[str, Tensor]):
     """Tensors that a loader has brought so far, by their names in the checkpoint."""
 
     path = Path("the loader")
@@ -54,14 +54,14 @@ class Arrived(dict[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class TensorAssembly:
     """Tensors of a checkpoint that are converted to others once all of them have been loaded.
 
     names: of the loaded tensors.  make: returns the converted ones, with their names.  unused: names of tensors to drop.
     """
 
     names: frozenset[str]
-    make: Callable[[Arrived], Iterable[tuple[str, Tensor]]]
+    make: Callable[[ArrivedTensors], Iterable[tuple[str, Tensor]]]
     unused: frozenset[str] = frozenset()
 
 
@@ -78,7 +78,7 @@ class Served:
 
     packed: dict[str, Layer] = field(default_factory=dict)
     plain: dict[str, Layer] = field(default_factory=dict)
-    assemblies: tuple[Assembly, ...] = ()
+    assemblies: tuple[TensorAssembly, ...] = ()
     quantizing_x: frozenset[str] = frozenset()
     path: Path = Path()
     is_gguf: bool = False
@@ -96,12 +96,12 @@ class Served:
             for name, of_layer in transforms.items():
                 raise ShardError(f"{path}: {shown(name)}: {why_transforms(of_layer)}")
             is_streamed = folder.config.get("model_type") == STREAMED
-            assemblies = [Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
+            assemblies = [TensorAssembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
                           for layer in survey.layers if layer.experts is not None]
             shapes = model_shapes(folder) if survey.groups else {}
             for group in survey.groups:
                 own = _shapes_of(group, shapes)
-                assemblies.append(Assembly(frozenset(group.tensors.values()), partial(_decoded_group, group, own)))
+                assemblies.append(TensorAssembly(frozenset(group.tensors.values()), partial(_decoded_group, group, own)))
                 members = [plain_layer(name.removesuffix(".weight"), "BF16", shape) for name, shape in own.items()]
                 packed |= {layer.name: layer for layer in members}
             settings = quantizations(folder)
@@ -119,11 +119,11 @@ class Served:
         return cls(packed, plain, path=source.path, is_gguf=True)
 
 
-def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assembly]) -> Iterator[tuple[str, Tensor]]:
+def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[TensorAssembly]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a checkpoint, with those of each assembly replaced by the converted ones."""
-    by_name: dict[str, tuple[Assembly, Arrived]] = {}
+    by_name: dict[str, tuple[TensorAssembly, ArrivedTensors]] = {}
     for assembly in assemblies:
-        by_name |= dict.fromkeys(assembly.names | assembly.unused, (assembly, Arrived()))
+        by_name |= dict.fromkeys(assembly.names | assembly.unused, (assembly, ArrivedTensors()))
     for name, tensor in weights:
         if name not in by_name:
             yield name, tensor
@@ -136,19 +136,19 @@ def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assemb
             arrived.clear()
 
 
-def decoding(layer: Layer, dtype: torch.dtype) -> Assembly:
+def decoding(layer: Layer, dtype: torch.dtype) -> TensorAssembly:
     """An assembly that decodes the tensors of a packed layer to `NAME.weight`."""
     unused = {full for leaf, full in layer.others.items() if leaf != "bias"} | set(layer.settings)
-    return Assembly(frozenset(layer.tensors.values()), partial(_decoded, layer, dtype), frozenset(unused))
+    return TensorAssembly(frozenset(layer.tensors.values()), partial(_decoded, layer, dtype), frozenset(unused))
 
 
-def _decoded(layer: Layer, dtype: torch.dtype, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+def _decoded(layer: Layer, dtype: torch.dtype, arrived: ArrivedTensors) -> Iterator[tuple[str, Tensor]]:
     weight, = layer_weights.weights(arrived, layer)
     yield f"{layer.name}.weight", weight.format.dequantize(weight, dtype)
 
 
 
-def _unstacked(layer: Layer, is_streamed: bool, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+def _unstacked(layer: Layer, is_streamed: bool, arrived: ArrivedTensors) -> Iterator[tuple[str, Tensor]]:
     for single, tensors in zip(single_experts(layer, is_streamed), layer_weights.tensors(arrived, layer), strict=True):
         yield from ((full, tensors[own]) for own, full in single.tensors.items())
 
@@ -163,7 +163,7 @@ def _shapes_of(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     return {name: (shape[0], shape[1]) for name, shape in own.items()}
 
 
-def _decoded_group(group: Group, shapes: Mapping[str, tuple[int, int]], arrived: Arrived) -> Iterator[tuple[str, Tensor]]:
+def _decoded_group(group: Group, shapes: Mapping[str, tuple[int, int]], arrived: ArrivedTensors) -> Iterator[tuple[str, Tensor]]:
     for name, row in layer_weights.decoded(arrived, group).items():
         yield name, row.view(shapes[name])
 

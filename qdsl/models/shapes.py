@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdsl.checkpoint.detect.guard import CLASS, unguarded
+from qdsl.checkpoint.detect.guard import CLASS, without_guard
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.detect.shaped import transposed_by_type
@@ -43,7 +43,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compared(folder: Folder, recognised: Layers) -> tuple[list[Finding], list[str]]:
+def class_findings(folder: Folder, recognised: Layers) -> tuple[list[Finding], list[str]]:
     """The parameters that the folder's class of transformers has and the folder lacks, and layers that the class has as [K, N].
 
     Without such a class only the types of models tell the latter.  A head that shares the embedding's weight is not missing.
@@ -73,13 +73,12 @@ def _transposed(model: nn.Module, places: Sequence[tuple[Layer, str | None]]) ->
     shapes = [(layer, tuple(own.weight.shape)) for layer, name in places if (own := modules.get(name)) is not None
               and not holds_numbers(layer) and product_of(own) == "transposed"]
     is_coded = any(layer.shape == shape != shape[::-1] for layer, shape in shapes)
-    return [layer.name for layer, shape in shapes
-            if layer.shape == shape[::-1] and not (is_coded and layer.shape == shape)]
+    return [layer.name for layer, shape in shapes if layer.shape == shape[::-1] and not (is_coded and layer.shape == shape)]
 
 
 def model_on_meta(folder: Folder) -> Any:
     """The model of a folder's config, on meta.  Raises RewriteError where no library builds it."""
-    config = {key: value for key, value in unguarded(folder.config).items() if key not in QUANTIZATION}
+    config = {key: value for key, value in without_guard(folder.config).items() if key not in QUANTIZATION}
     library = "diffusers" if CLASS in config else "transformers"
     names = [config.get(CLASS)] if library == "diffusers" else config.get("architectures") or []
     if not names:

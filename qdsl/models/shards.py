@@ -14,24 +14,24 @@ from torch.nn import functional
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import as_stored, layout_of, module_of, wrapped
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.checkpoint.report.shards import Piece, ShardError, row_piece
-from qdsl.core.borders import Span
+from qdsl.checkpoint.report.shards import RankPiece, ShardError, row_piece
+from qdsl.core.borders import StoredSpan
 from qdsl.core.stored import INPUT_SCALE, element_dtype
-from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.algebra import concatenate_rows
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
-__all__ = ["Collector", "Part", "joined", "linear", "row_piece"]
+__all__ = ["Collector", "RankPart", "join_parts", "linear", "row_piece"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """A packed weight that a rank stores, and which of its rows or columns belong to the rank.
 
     quantize_x, input_scale: as `linear` of the format takes them.
     """
 
     weight: PackedWeight
-    span: Span
+    span: StoredSpan
     quantize_x: bool = False
     input_scale: float | None = None
 
@@ -48,7 +48,7 @@ class Part:
         return needed(self.weight.format.dequantize(self.weight, dtype), self.span)
 
 
-def needed(dense: Tensor, span: Span) -> Tensor:
+def needed(dense: Tensor, span: StoredSpan) -> Tensor:
     """The rows or columns of a dense weight [..., N, K] that are needed of those that are held."""
     return dense.narrow(-1 if span.dim == "K" else -2, span.padding[0], span.stop - span.start)
 
@@ -59,7 +59,7 @@ class Collector:
     encode: packs a rank's part of a layer of plain numbers; a part that it cannot hold (FormatError) stays plain.
     """
 
-    def __init__(self, layer: Layer, pieces: Sequence[Piece], encode: Callable[[Tensor], PackedWeight] | None = None) -> None:
+    def __init__(self, layer: Layer, pieces: Sequence[RankPiece], encode: Callable[[Tensor], PackedWeight] | None = None) -> None:
         self.layer, self.pieces, self.encode = layer, tuple(pieces), encode
         self.input_scale: float | None = None                    # of x, static, of a layer that has one
         self._tensors: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ class Collector:
     def is_complete(self) -> bool:
         return self._tensors.keys() == self.layer.tensors.keys()
 
-    def parts(self, device: torch.device | None = None) -> list[Part]:
+    def parts(self, device: torch.device | None = None) -> list[RankPart]:
         """The rank's parts, copied to a device; the collected tensors are dropped.  Raises ShardError where they do not fit."""
         if missing := self.layer.tensors.keys() - self._tensors.keys():
             raise ShardError(f"{shown(self.layer.name)}: the loader did not bring {', '.join(sorted(missing))}")
@@ -109,17 +109,17 @@ class Collector:
             weights = [whole.shard(piece.span.dim, piece.span.first, piece.span.last) for piece in self.pieces]
         except FormatError as error:
             raise ShardError(f"{shown(self.layer.name)}: {error}") from None
-        return [Part(self._encoded(weight.apply(partial(_own, device=device))), piece.span)
+        return [RankPart(self._encoded(weight.apply(partial(_own, device=device))), piece.span)
                 for weight, piece in zip(weights, self.pieces, strict=True)]
 
-    def zeros(self, device: torch.device | None = None) -> list[Part]:
+    def zeros(self, device: torch.device | None = None) -> list[RankPart]:
         """The rank's parts with zeros, for a model that is loaded without weights.  Raises FormatError."""
         parts = []
         for piece in self.pieces:
             size, layer = piece.span.last - piece.span.first, self.layer
             shape = (size, layer.shape[1]) if piece.span.dim == "N" else (layer.shape[0], size)
             dense = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            parts.append(Part(self._encoded(module_of(layer).quantize(dense, layer.storage, **layer.params)), piece.span))
+            parts.append(RankPart(self._encoded(module_of(layer).quantize(dense, layer.storage, **layer.params)), piece.span))
         return parts
 
     def _encoded(self, weight: PackedWeight) -> PackedWeight:
@@ -129,7 +129,7 @@ class Collector:
         return weight
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
+def join_parts(parts: Sequence[RankPart]) -> list[RankPart]:
     """Parts with consecutive rows, joined to one weight where their tensors allow it.
 
     Weights of different formats, with a scale or an index of columns for all rows, entropy-coded ones, and those of differing
@@ -137,13 +137,13 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     """
     modes = {(part.quantize_x, part.input_scale) for part in parts}
     if len(parts) > 1 and len(modes) == 1 and all(part.span.dim == "N" and not part.span.is_padded for part in parts):
-        whole = concatenated([part.weight for part in parts])
+        whole = concatenate_rows([part.weight for part in parts])
         if whole is not None:
-            return [replace(parts[0], weight=whole, span=Span("N", 0, whole.shape[0], 0, whole.shape[0]))]
-    return [*joined(parts[:-1]), parts[-1]] if len(parts) > 1 else list(parts)
+            return [replace(parts[0], weight=whole, span=StoredSpan("N", 0, whole.shape[0], 0, whole.shape[0]))]
+    return [*join_parts(parts[:-1]), parts[-1]] if len(parts) > 1 else list(parts)
 
 
-def linear(x: Tensor, parts: Sequence[Part], batch_invariant: bool = False) -> Tensor:
+def linear(x: Tensor, parts: Sequence[RankPart], batch_invariant: bool = False) -> Tensor:
     """The matmul of x [..., K] with parts of consecutive rows: [..., N]."""
     products = [part.linear(x, batch_invariant) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products, -1)

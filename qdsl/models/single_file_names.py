@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
-from qdsl.checkpoint.detect.guard import unguarded
+from qdsl.checkpoint.detect.guard import without_guard
 from qdsl.checkpoint.detect.header_claims import scale_markers
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import CheckpointError
@@ -32,7 +32,7 @@ def model_on_meta(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None
     torch.set_default_dtype(dtype or torch.float32)
     try:
         with init_empty_weights():
-            return cls.from_config({key: value for key, value in unguarded(config).items() if key not in QUANTIZATION})
+            return cls.from_config({key: value for key, value in without_guard(config).items() if key not in QUANTIZATION})
     finally:
         torch.set_default_dtype(default)
 

@@ -68,10 +68,10 @@ def _rule(target: str, tensor: Tensor, names: Sequence[str], starts: Sequence[in
     inner = math.prod(shapes[sources[0]][1:-1])                  # rows of the last axis in one of the first
     local = (local[:, None] * inner + torch.arange(inner, device="cpu")).flatten()
     is_whole = len(local) == base * inner and bool((local.diff() == 1).all())
-    return TensorRule(tuple(sources), "" if is_whole else spans(local))
+    return TensorRule(tuple(sources), "" if is_whole else row_spans(local))
 
 
-def spans(rows: Tensor) -> str:
+def row_spans(rows: Tensor) -> str:
     """Row numbers in the notation of rules: 'start:stop' for consecutive ones, 'start:stop:step' for equal distances."""
     values, texts, start = rows.tolist(), [], 0
     edges = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(values)]

@@ -15,7 +15,7 @@ from qdsl.core.transforms import INPUT, OUTPUT, Transform
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.transforms import LayerTransform, layer_transforms, transformed, with_tensors
-from qdsl.runtime.weight.transforms import folded, folded_bias
+from qdsl.runtime.weight.transforms import fold_transforms, folded_bias
 
 TRANSFORMS = "transforms"                                        # of a module: its transforms, in order
 HOOKS = "transform_hooks"                                        # of a plain module: the handles of hooks that apply them
@@ -49,7 +49,7 @@ def why_not_placed(module: nn.Module | None) -> str:
 
 def folded_weight(weight: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
     """The weight [N, K] of a layer without transforms that computes what one with them computes, in the dtype of `weight`."""
-    return folded(weight, transforms, tensors).to(weight.dtype) if transforms else weight
+    return fold_transforms(weight, transforms, tensors).to(weight.dtype) if transforms else weight
 
 
 def transform_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def make_plain_dense(model: nn.Module) -> None:
     for module in model.modules():
         modules: Any = module._modules.get(TRANSFORMS)
         if HOOKS in vars(module) and isinstance(module, nn.Linear):
-            weight, bias = folded(module.weight.detach(), *with_tensors(modules)), module.bias
+            weight, bias = fold_transforms(module.weight.detach(), *with_tensors(modules)), module.bias
             module.weight = nn.Parameter(weight.to(module.weight.dtype), module.weight.requires_grad)
             if bias is not None:
                 module.bias = nn.Parameter(folded_bias(bias.detach(), *with_tensors(modules)), bias.requires_grad)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core import options as quantizer_options
-from qdsl.core.program import description
+from qdsl.core.program import program_description
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -18,7 +18,7 @@ from qdsl.runtime.weight import algebra, assemble, convert_format, planar, quant
 from qdsl.runtime.weight import fields as weight_fields
 from qdsl.runtime.weight.layout import PLANAR, Storage, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
-from qdsl.runtime.weight.requantize import Report, compare
+from qdsl.runtime.weight.requantize import Report, weight_error
 from qdsl.runtime.weight.routing import Offsets
 from qdsl.runtime.weight.spec import Spec
 
@@ -35,7 +35,7 @@ class Format:
 
     def __init__(self, program: Mapping[str, Any], variants: Mapping[tuple[int | str, ...], Variant]) -> None:
         self.name: str = program["name"]
-        self.description = description(program)
+        self.description = program_description(program)
         self.params, self.by, self.size_axes = self.description.params, self.description.by, self.description.sizes
         self.variants = {key: variant.described(program["variants"][key], self.description.variants[key])
                          for key, variant in variants.items()}
@@ -61,7 +61,7 @@ class Format:
 
     def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]:
         """All parameters: the caller's, validated, and defaults for the others.  Raises FormatError."""
-        return quantizer_options.complete(self.description, params)
+        return quantizer_options.complete_params(self.description, params)
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
@@ -91,7 +91,7 @@ class Format:
         Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
         """
         self._own(packed)
-        return assemble.check_again(packed)
+        return assemble.revalidate(packed)
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
               optional: Sequence[str] | None = None, **params: int | str) -> PackedWeight:
@@ -124,11 +124,11 @@ class Format:
 
     # -- parts, for the methods of PackedWeight with these names -----------------------------------------------------------
 
-    rows = staticmethod(algebra.rows)
+    rows = staticmethod(algebra.gather_rows)
     cut = staticmethod(algebra.cut)
     shard = staticmethod(algebra.shard)
     join = staticmethod(algebra.join)
-    decode_streams = staticmethod(stream_kernels.decoded)
+    decode_streams = staticmethod(stream_kernels.decoded_with_calls)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Format:
         (convert_format.py).
         """
         check_weight(packed)
-        return convert_format.converted(self, packed, storage, params)
+        return convert_format.converted_weight(self, packed, storage, params)
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:
@@ -189,7 +189,7 @@ class Format:
             raise FormatError(f"other is a format, such as qdsl.load('q8_0').FORMAT, not {other!r}")
         weight = self.dequantize(packed, torch.float32)
         quantized = (other or self).quantize(weight, storage, **options)
-        return quantized, compare(weight, quantized)
+        return quantized, weight_error(weight, quantized)
 
     def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight:
         """The weight in the storage for matrix-unit kernels, exactly; the same object if it has no such form.

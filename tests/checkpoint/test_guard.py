@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
+from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, has_own_settings, with_guard, without_guard
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.files.folder import ORIGINAL, Folder
@@ -95,14 +95,14 @@ def test_the_sentence_is_no_name_of_a_file() -> None:
     ("text_config", None, False), ("text_config", [{"model_type": "llama"}], False), ("text_config", "llama", False),
 ])
 def test_which_objects_are_models(key: str, value: Any, is_model: bool) -> None:
-    got = guarded({key: value})
-    assert got == {key: guarded(value) if is_model else value, **GUARD}
-    assert unguarded(got) == {key: value}
+    got = with_guard({key: value})
+    assert got == {key: with_guard(value) if is_model else value, **GUARD}
+    assert without_guard(got) == {key: value}
 
 
 def test_models_within_models() -> None:
     thinker: dict[str, Any] = {"model_type": "thinker", "text_config": {"model_type": "text", "rope_parameters": ROPE}}
-    got = guarded({"model_type": "omni", "thinker_config": thinker})
+    got = with_guard({"model_type": "omni", "thinker_config": thinker})
     assert got == {"model_type": "omni", **GUARD, "thinker_config": {
         **thinker, **GUARD, "text_config": {**thinker["text_config"], **GUARD}}}
 
@@ -117,10 +117,10 @@ VALUES = st.recursive(st.sampled_from([None, True, 0, 7, "", "llama", "model.fp1
 def test_there_and_back(data: dict[str, Any]) -> None:
     """In the same order, from any config; a second call changes nothing, and neither changes what it is given."""
     before = copy.deepcopy(data)
-    once = guarded(data)
-    assert guarded(once) == once and data == before
-    assert json.dumps(unguarded(once)) == json.dumps(data)
-    assert unguarded(data) == data
+    once = with_guard(data)
+    assert with_guard(once) == once and data == before
+    assert json.dumps(without_guard(once)) == json.dumps(data)
+    assert without_guard(data) == data
 
 
 def test_a_file_that_the_config_names_comes_back(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_compressed_and_restored(format: str, index: bool, tmp_path: Path) -> No
     groups = {"dfloat11_config": {"version": "0.5.0", "threads_per_block": [512], "bytes_per_thread": 8,
                                   "pattern_dict": {r"a\.up": []}}} if format == "df11" else {}
     settings = {"quant_method": "qdsl", "format": format, "storage": format, "version": 1}
-    assert data == {**guarded(VISION), **groups, "quantization_config": settings}
+    assert data == {**with_guard(VISION), **groups, "quantization_config": settings}
     assert [*data] == [*VISION, *groups, "quantization_config", FIELD]
     assert data["text_config"] == {**VISION["text_config"], **GUARD}
     got = recognised(tmp_path / "out")
@@ -248,7 +248,7 @@ def test_models_of_a_pipeline(format: str, tmp_path: Path) -> None:
         (tmp_path / "pipe" / name / "config.json").write_text(json.dumps(data))
     (tmp_path / "pipe" / "model_index.json").write_text('{"_class_name": "Pipe"}')
     run.compress(tmp_path / "pipe", Compression(format), tmp_path / "out")
-    assert config(tmp_path / "out" / "text_encoder").items() >= guarded(VISION).items()
+    assert config(tmp_path / "out" / "text_encoder").items() >= with_guard(VISION).items()
     assert config(tmp_path / "out" / "transformer").keys() >= {"quantization_config"}
     assert FIELD not in config(tmp_path / "out" / "transformer")
     before, after = folders.files(tmp_path / "pipe"), folders.files(tmp_path / "out")

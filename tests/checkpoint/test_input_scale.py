@@ -77,7 +77,7 @@ def test_a_static_scale_beside_numbers_that_are_none() -> None:
     x = sample(3, 256)
     x[0, 3], x[1, 4] = torch.inf, torch.nan
     for kind, largest in (("e4m3", 448.0), ("i8", 127.0)):
-        codes, scales = eight.quantized(x, kind, True, 0.5)
+        codes, scales = eight.quantize_x(x, kind, True, 0.5)
         assert float(codes[0, 3]) == largest and scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
         assert (codes[1, :128].float() == 0).all() and (scales[0] == 0.5).all()
 

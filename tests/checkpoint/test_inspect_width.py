@@ -17,7 +17,7 @@ from qdsl.checkpoint.files.ggml_types import BY_NAME
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.cli import app
-from qdsl.core.table import table, wrapped
+from qdsl.core.table import table_lines, wrapped
 from tests.support import folders
 from tests.support.converted_folders import two_files, weight
 from tests.support.language_models import write_plain
@@ -82,7 +82,7 @@ CELLS = st.lists(st.lists(st.text("ab. -{}", max_size=60), min_size=3, max_size=
 @given(CELLS, st.integers(30, 100))
 def test_cells_fold_and_names_lose_their_middles(rows: list[list[str]], width: int) -> None:
     """But for names, every letter of a cell is printed."""
-    whole, narrow = table(["name", "type", "what"], rows), table(["name", "type", "what"], rows, " >", width)
+    whole, narrow = table_lines(["name", "type", "what"], rows), table_lines(["name", "type", "what"], rows, " >", width)
     assert max(map(len, narrow)) <= width and len(whole) == len(rows) + 1
     letters = sorted("".join(part for row in rows for part in row[1:]).replace(" ", ""))
     printed = sorted("".join(narrow).replace(" ", ""))
@@ -91,12 +91,12 @@ def test_cells_fold_and_names_lose_their_middles(rows: list[list[str]], width: i
 
 @pytest.mark.parametrize(("width", "expected"), [(40, "model.layers.0.mlp.down_proj"), (22, "model....mlp.down_proj")])
 def test_a_shortened_name_keeps_both_ends(width: int, expected: str) -> None:
-    assert table(["name"], [["model.layers.0.mlp.down_proj"]], "", width)[1] == expected
+    assert table_lines(["name"], [["model.layers.0.mlp.down_proj"]], "", width)[1] == expected
 
 
 def test_empty_columns_go_where_there_is_no_room() -> None:
     heads, rows = ["layer", "", "by"], [["model.up", "2", ""]]
-    assert table(heads, rows)[0] == "layer        by" and table(heads, rows, "", 12) == ["layer", "model.up  2"]
+    assert table_lines(heads, rows)[0] == "layer        by" and table_lines(heads, rows, "", 12) == ["layer", "model.up  2"]
 
 
 def test_a_command_in_a_line_is_not_broken_at_its_hyphens() -> None:

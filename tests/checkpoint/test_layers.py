@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.report.contents import contents
 from qdsl.checkpoint.report.survey import survey, tables
 from qdsl.cli import app
-from qdsl.core.program import description
+from qdsl.core.program import program_description
 from qdsl.generated import int_group
 from tests.support import checkpoints
 from tests.support.checkpoints import golden
@@ -365,7 +365,8 @@ def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
 
 def test_ends_of_names(tmp_path: Path) -> None:
     """Two weights in one module, whose tensors differ by the ends of their last parts, as gpt-oss has its experts."""
-    experts = description({"name": "x", "variants": {(): {"fields": {}, "cuts": ("N", "K"), "storages": {"s": {"tensors": {
+    experts = program_description({"name": "x",
+                                   "variants": {(): {"fields": {}, "cuts": ("N", "K"), "storages": {"s": {"tensors": {
         "blocks": ("u8", "N", "K/32", "16", {"aliases": ("_blocks",)}), "scales": ("u8", "N", "K/32", {"aliases": ("_scales",)}),
     }}}}}})
     leaves = {f"{name}_{leaf}": torch.zeros(2, n, 3, *more, dtype=torch.uint8)

@@ -16,7 +16,7 @@ import torch
 
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import detected_layers, layers
-from qdsl.checkpoint.detect.ledger import Kind, refuse
+from qdsl.checkpoint.detect.ledger import Kind, refuse_changes
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import quantization
 from qdsl.checkpoint.files.folder import Folder
@@ -237,7 +237,7 @@ def test_conversions_keep_what_nobody_understands_and_say_what_they_drop(tmp_pat
         assert {f"the settings do not say {name} any more" for name in ("input_activations", "kv_cache_scheme")} <= {*notes}
         assert any("mystery" in note for note in notes)
         with Folder(out) as folder, pytest.raises(CheckpointError, match="mystery"):
-            refuse(out, layers(folder).findings, allow_unknown=False)
+            refuse_changes(out, layers(folder).findings, allow_unknown=False)
 
 
 @pytest.mark.parametrize(("name", "kind"), [

@@ -105,6 +105,6 @@ def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_names_of_the_folder_are_names_of_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_SPECS", str(specs(tmp_path / "my_specs", spec())))
-    assert places.find("plain4") == tmp_path / "my_specs" / "plain4.yaml"
+    assert places.find_spec("plain4") == tmp_path / "my_specs" / "plain4.yaml"
     with pytest.raises(places.UnknownSpec, match="did you mean plain4\\?"):
-        places.find("plain44")
+        places.find_spec("plain44")

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.producers import FOLDER_VARIABLE
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
-from qdsl.core.producer import ProducerError, check, producer_of, read_yaml
+from qdsl.core.producer import ProducerError, check_references, producer_of, read_yaml
 from qdsl.generated import int_group
 from qdsl.jobs.convert.run import convert
 from qdsl.jobs.convert.target import parse_conversion
@@ -121,7 +121,7 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, message: str
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(ProducerError, match=message):
-        check(producer_of(read_yaml(path), str(path)), descriptions())
+        check_references(producer_of(read_yaml(path), str(path)), descriptions())
 
 
 def test_the_guide_names_every_key() -> None:

@@ -18,7 +18,15 @@ from typer.testing import CliRunner
 import qdsl
 from qdsl.checkpoint.files import download as downloads
 from qdsl.checkpoint.files import references
-from qdsl.checkpoint.files.references import Repository, Url, available, chosen, local_headers, local_path, parsed
+from qdsl.checkpoint.files.references import (
+    Repository,
+    Url,
+    available,
+    gguf_files_of_quant,
+    local_headers,
+    local_path,
+    parse_reference,
+)
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
@@ -60,7 +68,7 @@ def gptq(path: Path) -> Path:
     ("Q8_0", ["llama.q8_0.gguf"]), ("BF16", ["BF16/Llama-BF16.gguf"]), ("UD-Q2_K", ["Llama-UD-Q2_K.gguf"]),
     ("Q6_K", ["Q6_K/Llama-Q6_K-00001-of-00002.gguf", "Q6_K/Llama-Q6_K-00002-of-00002.gguf"])])
 def test_a_quantization_is_a_whole_part_of_a_name(quant: str, names: list[str]) -> None:
-    assert chosen(NAMES[::-1], quant, "ref") == names
+    assert gguf_files_of_quant(NAMES[::-1], quant, "ref") == names
 
 
 @pytest.mark.parametrize(("quant", "message"), [
@@ -69,7 +77,7 @@ def test_a_quantization_is_a_whole_part_of_a_name(quant: str, names: list[str]) 
     ("Q2_K", "'ref' names several files: 'Llama-UD-Q2_K.gguf', 'Llama-Q2_K.gguf'; name one of them")])
 def test_what_no_single_file_fits_is_refused(quant: str, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        chosen(NAMES, quant, "ref")
+        gguf_files_of_quant(NAMES, quant, "ref")
     assert message in str(caught.value)
 
 
@@ -83,7 +91,7 @@ def test_what_no_single_file_fits_is_refused(quant: str, message: str) -> None:
     ("models/missing.gguf", Path("models/missing.gguf")), ("./a/b", Path("a/b")), ("/a/b/c", Path("/a/b/c")),
     ("missing", Path("missing")), ("a/b/../../c:d:e", Path("a/b/../../c:d:e"))])
 def test_what_references_mean(text: str, meaning: Repository | Url | Path) -> None:
-    assert parsed(text) == meaning
+    assert parse_reference(text) == meaning
 
 
 def test_files_on_this_machine_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
@@ -340,7 +348,7 @@ def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for read in readers:
         with pytest.raises(CheckpointError, match="no file or folder 'toy/plain'; `pip install huggingface_hub` to download"):
             read("toy/plain")
-    assert references.parsed("https://huggingface.co/a/b") == Repository("a/b")
+    assert references.parse_reference("https://huggingface.co/a/b") == Repository("a/b")
 
 
 def test_what_is_not_there_gets_similar_names_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

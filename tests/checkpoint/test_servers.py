@@ -13,10 +13,10 @@ import pytest
 
 from qdsl.checkpoint.files import download
 from qdsl.checkpoint.files.references import local_headers, local_path
-from qdsl.checkpoint.files.safetensors import CheckpointError, laid_out
+from qdsl.checkpoint.files.safetensors import CheckpointError, plan_header
 from tests.support.jobs import command
 
-HEADER, _ = laid_out("x", {"w": ("F32", (4, 4))})
+HEADER, _ = plan_header("x", {"w": ("F32", (4, 4))})
 DATA = HEADER + bytes(64)
 SIZE = str(len(DATA))
 
@@ -107,7 +107,7 @@ def test_a_file_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranges_of_many_layers_have_a_limit() -> None:
-    start, _ = laid_out("x", {"a.luts": ("U8", (1 << 34,))})
+    start, _ = plan_header("x", {"a.luts": ("U8", (1 << 34,))})
     size = len(start) + (1 << 34)
     with server(answer("206 Partial Content", Content_Range=f"bytes 0-7/{size}", Content_Length="8", body=start[:8])) as url, \
             pytest.raises(CheckpointError):

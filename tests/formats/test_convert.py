@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.compiler.passes.derive_planar import PLANAR
-from qdsl.core.slices import Placed, place
+from qdsl.core.slices import PlacedPiece, place_piece
 from qdsl.generated import int_group, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import convert, tiles, transpose
@@ -25,7 +25,7 @@ from tests.support.formats import Case, cases, random_packed, same_bits, shuffle
 # -- moves of words, against every bit by itself --------------------------------------------------------------------------
 
 
-def addresses(placed: Placed, width: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def addresses(placed: PlacedPiece, width: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Every bit of every element, and where it lies."""
     def steps(digits: tuple[tuple[int, int], ...]) -> list[int]:
         return [sum(at) for at in product(*([i * step for i in range(extent)] for extent, step in reversed(digits)))]
@@ -40,7 +40,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 @st.composite
-def places(draw: st.DrawFn) -> tuple[Placed, Placed, int]:
+def places(draw: st.DrawFn) -> tuple[PlacedPiece, PlacedPiece, int]:
     """Two orders of the same digits of two coordinates; some bits of a word may hold nothing."""
     width = draw(st.sampled_from([1, 2, 4, 8, 16]))
     twos = draw(st.integers(0, 8))
@@ -56,19 +56,19 @@ def places(draw: st.DrawFn) -> tuple[Placed, Placed, int]:
             steps[i] = step
             step *= digits[i][1]
         coordinates = [tuple((digits[i][1], steps[i]) for i in range(len(digits)) if digits[i][0] == axis) for axis in (0, 1)]
-        placements.append(Placed(0, -(-step // 32) * 32, tuple(coordinates)))
+        placements.append(PlacedPiece(0, -(-step // 32) * 32, tuple(coordinates)))
     return placements[0], placements[1], width
 
 
 @settings(max_examples=60, deadline=None)
 @given(places())
-def test_moves_put_every_bit_in_its_place(drawn: tuple[Placed, Placed, int]) -> None:
+def test_moves_put_every_bit_in_its_place(drawn: tuple[PlacedPiece, PlacedPiece, int]) -> None:
     source, result, width = drawn
-    plan = transpose.plan(source, result, width)
+    plan = transpose.plan_move(source, result, width)
     assert plan is not None
     before = torch.randint(-1 << 31, 1 << 31, (source.size // 32,), dtype=torch.int64).to(torch.int32)
     after = torch.zeros(result.size // 32, dtype=torch.int32)
-    transpose.move(plan, before, after)
+    transpose.move_bits(plan, before, after)
     stored, moved, wanted = bits_of(before), bits_of(after), torch.zeros(result.size, dtype=torch.uint8)
     for (_, origin), (_, target) in zip(addresses(source, width), addresses(result, width), strict=True):
         wanted[target] = stored[origin]
@@ -114,7 +114,7 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
     packed = in_order(random_packed(case, shape_of(case, storage)))
     into = other(packed, storage)
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
-    if set(into.layout.where) - set(packed.layout.where) - index or not convert.by_words(packed, into):
+    if set(into.layout.where) - set(packed.layout.where) - index or not convert.move_by_words(packed, into):
         return                                                   # by way of fields, which is what this compares with
     padded = {tensor.name.value for layout in case.spec.storages if layout.name.value == case.storage
               for tensor in layout.tensors if "pad:" in tensor.record_text.value}
@@ -260,7 +260,7 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
     packed = gptq(128, 256)
     n, k = packed.shape
     words = packed.tensors["qweight"]
-    source = place(packed.layout.tensors["qweight"].slices[0], 0, (32 * words.shape[1], 32), 32 * words.numel(), (n, k))
+    source = place_piece(packed.layout.tensors["qweight"].slices[0], 0, (32 * words.shape[1], 32), 32 * words.numel(), (n, k))
     assert source is not None
     rows = {"AVX512": 32, "AVX2": 16}.get(torch.backends.cpu.get_cpu_capability())
     codes = int_group.unpack(packed)["q"].int()
@@ -269,10 +269,10 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
         wanted[(rows, 8), (2, 4), (n // (2 * rows), 8 * rows * k)] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     for digits, answer in wanted.items():
         columns = ((k, 4 if len(digits) == 1 else 8 * digits[0][0]),)
-        plan = transpose.plan(source, Placed(0, 4 * n * k, (digits, columns)), 4)
+        plan = transpose.plan_move(source, PlacedPiece(0, 4 * n * k, (digits, columns)), 4)
         assert plan is not None and len(plan.rounds) <= 3
         moved = torch.empty_like(answer)
-        transpose.move(plan, words, moved)
+        transpose.move_bits(plan, words, moved)
         assert torch.equal(moved, answer)
 
 

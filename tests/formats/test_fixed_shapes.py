@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qdsl.analyze.check.formats import check_format
-from qdsl.core.program import description
+from qdsl.core.program import program_description
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.formats import EXTRA, module, same_bits, spec
 
@@ -53,7 +53,7 @@ def test_rows_are_cut() -> None:
 
 
 def test_readers_of_checkpoints_know_what_is_fixed() -> None:
-    assert description(module(ROWS).PROGRAM, in_files=True).fixed == {"K": 64}
+    assert program_description(module(ROWS).PROGRAM, in_files=True).fixed == {"K": 64}
 
 
 @pytest.mark.parametrize("path", [ROWS, FLIPPED], ids=lambda path: path.stem)

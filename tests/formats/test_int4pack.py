@@ -157,14 +157,14 @@ def test_what_floats_do_not_hold_is_refused() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes in which torch's operation multiplied."""
     seen: list[torch.dtype] = []
-    whole = int4.product
+    whole = int4.int4_product
 
     def watched(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
         out = whole(x, packed, bias)
         seen.extend([] if out is None else [x.dtype])
         return out
 
-    monkeypatch.setattr(int4, "product", watched)
+    monkeypatch.setattr(int4, "int4_product", watched)
     return seen
 
 
@@ -226,7 +226,7 @@ def test_columns_lie_by_groups(storage: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(FormatError, match=r"tinygemm has columns in order; those of this weight belong to groups all over K"):
         int4pack.convert(packed, "tinygemm")
     monkeypatch.setattr(tiles, "TILE", 1 << 13)
-    monkeypatch.setattr(convert, "by_words", lambda *args: {})
+    monkeypatch.setattr(convert, "move_by_words", lambda *args: {})
     again = int4pack.convert(packed, "cpu_avx2")
     assert all(same_bits(again.tensors[name], tensor) for name, tensor in converted.tensors.items())
 

@@ -21,13 +21,13 @@ import qdsl.generated
 from qdsl.core import program
 from qdsl.core.numbers import find_number
 from qdsl.core.shapes import axis, extents
-from qdsl.core.slices import Digit, Piece
+from qdsl.core.slices import Digit, FieldPiece
 from qdsl.core.stored import Stored, element_dtype
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.format import Format
 
 Bits = npt.NDArray[Any]
-MODULES = program.modules(qdsl.generated.__path__)
+MODULES = program.program_files(qdsl.generated.__path__)
 MOST = 1 << 16                                                   # codes to compare
 SHAPES = ((4, 256), (16, 512), (64, 512), (256, 1024))           # the first that a storage supports
 
@@ -73,7 +73,7 @@ def bits(tensor: Tensor) -> Bits:
     return np.unpackbits(raw, bitorder="little").reshape(*tensor.shape, 8 * tensor.element_size())
 
 
-def bit_numbers(stored: Stored, piece: Piece, tensor: Tensor, packed: PackedWeight) -> Bits:
+def bit_numbers(stored: Stored, piece: FieldPiece, tensor: Tensor, packed: PackedWeight) -> Bits:
     """The numbers of a tensor's bits [*axes, bits of a record] as the digits of a piece count them: of its section, for one."""
     size = 8 * tensor.element_size()
     numbers = np.arange(tensor.numel() * size).reshape(*tensor.shape, size)
@@ -111,7 +111,7 @@ def steps(digits: Sequence[Digit], index: Bits, whole: int, strides: Sequence[in
     return at
 
 
-def compare(piece: Piece, stored: Stored, tensor: Tensor, codes: Tensor, width: int, packed: PackedWeight) -> int:
+def compare(piece: FieldPiece, stored: Stored, tensor: Tensor, codes: Tensor, width: int, packed: PackedWeight) -> int:
     """The number of bits that a piece places; fails unless they are those of the codes."""
     numbers = bit_numbers(stored, piece, tensor, packed)
     strides = [numbers.shape[-1] * math.prod(numbers.shape[axis + 1:-1]) for axis in range(numbers.ndim - 1)]
@@ -197,8 +197,9 @@ def replace_positions(stored: Stored) -> Stored:
 def test_readers_take_the_program_from_the_text(name: str) -> None:
     """Readers of files take the same without positions of bits."""
     data = importlib.import_module(f"qdsl.generated.{name}").PROGRAM
-    assert program.read(MODULES[name]) == data
-    short, whole = (program.description(part, in_files=True) for part in (program.read(MODULES[name], in_files=True), data))
+    assert program.read_program(MODULES[name]) == data
+    parts = program.read_program(MODULES[name], in_files=True), data
+    short, whole = (program.program_description(part, in_files=True) for part in parts)
     assert not any(stored.slices for storages in short.variants.values() for tensors in storages.values()
                    for stored in tensors.values())
     without = {key: {storage: {name: replace_positions(stored) for name, stored in tensors.items()}

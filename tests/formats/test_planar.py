@@ -423,4 +423,4 @@ def test_stored_tables_of_blocks_of_rows(tmp_path: Path) -> None:
     assert (levels.tensor, levels.rows) == ("lut", 2)
     assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
     for dtype, rounds in ((torch.float16, True), (torch.float32, False)):
-        assert planar.layout.kernels.rounds(dtype, planar.tensors) is rounds
+        assert planar.layout.kernels.rounds_tables(dtype, planar.tensors) is rounds

@@ -14,7 +14,7 @@ from torch import nn
 
 import qdsl
 from qdsl.checkpoint.files.safetensors import write
-from qdsl.core.text import LINE, ROWS, byte_text, nearest
+from qdsl.core.text import LINE, ROWS, byte_text, nearest_names
 from qdsl.generated import fp8_block, int_group, q4_0
 from qdsl.models.peft import MergeReport
 from qdsl.runtime import FormatError, PackedWeight
@@ -153,8 +153,8 @@ def test_sizes_and_near_names() -> None:
     sizes = {0: "0 bytes", 1: "1 byte", 999: "999 bytes", 1000: "1 kB", 497664: "497.7 kB", 1234567890: "1.235 GB"}
     assert {size: byte_text(size) for size in sizes} == sizes
     names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "lm_head", "model.norm"]
-    assert nearest("layers.0.mlp.up_proj", names)[0] == nearest("model.layers.0.mlp.upproj", names)[0] == names[0]
-    assert nearest("transformer.lm_head", names) == ["lm_head"] and nearest("embedding", names) == []
+    assert nearest_names("layers.0.mlp.up_proj", names)[0] == nearest_names("model.layers.0.mlp.upproj", names)[0] == names[0]
+    assert nearest_names("transformer.lm_head", names) == ["lm_head"] and nearest_names("embedding", names) == []
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_experts_are_quantized_by_their_own_tokens(source: str, target: tuple[st
         result = run("quantize", "model", *target, *options, "--out", f"{name}{suffix}")
         assert result.exit_code == 0, result.output
     plain = load_language_model("model", dtype="float32").model
-    with calibrating.collecting("", plain) as moments:
+    with calibrating.collect_moments("", plain) as moments:
         plain(plugin.tokenizer("model")(TEXT, return_tensors="pt")["input_ids"])
     losses = {}
     for name in ("rounded", "calibrated"):

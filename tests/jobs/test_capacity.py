@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.files.safetensors import CheckpointError, laid_out, write
+from qdsl.checkpoint.files.safetensors import CheckpointError, plan_header, write
 from qdsl.cli import app
 from qdsl.cli.app import Failure
 from qdsl.cli.options import read_size
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Compression
-from qdsl.jobs.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity
+from qdsl.jobs.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, formats_that_fit
 from qdsl.jobs.engine import RewriteError
 
 GB = 10**9
@@ -26,7 +26,7 @@ GB = 10**9
 def write_headers(path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, object]) -> None:
     """A folder with a file of bfloat16 tensors that is all hole."""
     path.mkdir(parents=True)
-    start, header = laid_out(path / "model.safetensors", {name: ("BF16", shape) for name, shape in tensors.items()}, None)
+    start, header = plan_header(path / "model.safetensors", {name: ("BF16", shape) for name, shape in tensors.items()}, None)
     with open(path / "model.safetensors", "xb") as file:
         file.write(start)
         file.truncate(header.size)
@@ -52,7 +52,7 @@ def pipeline(tmp_path: Path) -> Path:
 
 def test_needs_are_bytes_of_files(pipeline: Path) -> None:
     """Those of lossy formats are exact; of lossless ones matrices count, embeddings too; an autoencoder stays as it is."""
-    models = {model.name: model for model in capacity(pipeline, GB).models}
+    models = {model.name: model for model in formats_that_fit(pipeline, GB).models}
     assert {name: model.weights for name, model in models.items()} == {
         "transformer": 8 * 1024**2 + 1024, "text_encoder": 2024 * 1024, "vae": 64 * 64 * 10}
     assert models["vae"].needs == {AS_STORED: Need(2 * 64 * 64 * 10, 0)}
@@ -72,13 +72,13 @@ def test_models_that_are_not_there(pipeline: Path) -> None:
     index = {"_class_name": "ZImagePipeline", "transformer": ["diffusers", "ZImageTransformer2DModel"],
              "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "text_encoder_2": [None, None]}
     (pipeline / "model_index.json").write_text(json.dumps(index))
-    assert [model.name for model in capacity(pipeline, GB).models] == ["text_encoder", "transformer", "vae"]
+    assert [model.name for model in formats_that_fit(pipeline, GB).models] == ["text_encoder", "transformer", "vae"]
     (pipeline / "model_index.json").write_text(json.dumps({**index, "text_encoder_2": ["transformers", "T5EncoderModel"]}))
     with pytest.raises(RewriteError, match=r"no weights in text_encoder_2, which model_index.json names"):
-        capacity(pipeline, GB)
+        formats_that_fit(pipeline, GB)
     (pipeline / "model_index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
-        capacity(pipeline, GB)
+        formats_that_fit(pipeline, GB)
 
 
 def test_needs_of_packed_models(tmp_path: Path) -> None:
@@ -89,20 +89,20 @@ def test_needs_of_packed_models(tmp_path: Path) -> None:
     write(tmp_path / "plain" / "model.safetensors", {**tensors, "norm.weight": torch.ones(256, dtype=torch.bfloat16)})
     for format, decoded in (("fix4", 1), ("df11", 2)):
         compress(tmp_path / "plain", Compression(format), tmp_path / format)
-        model, = capacity(tmp_path / format, GB).models
+        model, = formats_that_fit(tmp_path / format, GB).models
         assert model.weights == 4 * weight.numel() + 256
         assert model.needs[AS_STORED].scratch == decoded * weight.nbytes
 
 
 def test_the_combination_that_loses_least(pipeline: Path) -> None:
     """As stored where it fits, then lossless, then 8 bits, then 4; all in memory, or one model at a time."""
-    report = capacity(pipeline, GB)
+    report = formats_that_fit(pipeline, GB)
     assert set(report.together.formats.values()) == {AS_STORED} and report.commands == ()
     total = sum(model.needs[AS_STORED].resident for model in report.models)
     assert report.together.peak == total
     seen = []
     for vram in range(total, 0, -total // 100):
-        report = capacity(pipeline, vram)
+        report = formats_that_fit(pipeline, vram)
         assert all(chosen.peak <= vram for chosen in (report.together, report.in_turn) if chosen is not None)
         seen.append(max(map(CHOICES.index, report.together.formats.values())) if report.together else len(CHOICES))
     assert seen == sorted(seen) and {CHOICES[rank] for rank in {*seen} - {len(CHOICES)}} >= {AS_STORED, *LOSSLESS, "q8_0", "q4_k"}
@@ -111,22 +111,22 @@ def test_the_combination_that_loses_least(pipeline: Path) -> None:
 
 def test_commands_lead_to_one_folder(pipeline: Path) -> None:
     """Where two models change, the second command takes what the first one wrote."""
-    first, second = capacity(pipeline, 15_000_000, ref="pipe").commands
+    first, second = formats_that_fit(pipeline, 15_000_000, ref="pipe").commands
     assert first.split()[2] == "pipe" and second.split()[2] == first.split()[-1]
 
 
 def test_models_that_stay(pipeline: Path) -> None:
     """While one runs, those that are resident are there too."""
     def peak(*resident: str) -> int:
-        report: Capacity = capacity(pipeline, GB, resident)
+        report: Capacity = formats_that_fit(pipeline, GB, resident)
         assert report.in_turn is not None
         return report.in_turn.peak
 
-    by_name = {model.name: model.needs[AS_STORED].resident for model in capacity(pipeline, GB).models}
+    by_name = {model.name: model.needs[AS_STORED].resident for model in formats_that_fit(pipeline, GB).models}
     assert peak() == by_name["transformer"] and peak("transformer") == by_name["transformer"] + by_name["text_encoder"]
     assert peak(*by_name) == sum(by_name.values())
     with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
-        capacity(pipeline, GB, ("unet",))
+        formats_that_fit(pipeline, GB, ("unet",))
 
 
 def test_the_command(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_published_pipeline(tmp_path: Path) -> None:
     write_model(path / "text_encoder", encoder, {"vocab_size": 151936})
     write_model(path / "vae", vae, {"_class_name": "AutoencoderKL"})
     (path / "model_index.json").write_text("{}")
-    report = capacity(path, 20 * GB)
+    report = formats_that_fit(path, 20 * GB)
     weights = {model.name: model.weights for model in report.models}
     assert round(weights["transformer"] / 1e9, 3) == 6.155 and round(weights["text_encoder"] / 1e9, 3) == 4.022
     total = sum(model.needs[AS_STORED].resident for model in report.models)

@@ -14,7 +14,7 @@ import torch
 
 from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.groups import groups
-from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.guard import with_guard
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import INDEX, ORIGINAL, Folder
@@ -117,7 +117,7 @@ def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, t
     """A layer of a file is the format's own weight, found by its tensors, and says what it was."""
     run.compress(sharded, Compression(format), tmp_path / "out")
     settings = {"quant_method": "qdsl", "format": format, "storage": format, "version": 1}
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded({**CONFIG, "quantization_config": settings})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == with_guard({**CONFIG, "quantization_config": settings})
     with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
         detected = layers(folder)
         assert [(layer.format, layer.problems, layer.why) for layer in detected.layers] == [(format, (), "")] * 7
@@ -279,7 +279,7 @@ def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
              "up.weight_scale_inv": torch.ones(1, 1)}
     path = folders.folder(tmp_path / "in", every, config=settings, index=False)
     run.compress(path, Compression("hlane"), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded(settings)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == with_guard(settings)
     with Folder(tmp_path / "out") as folder:
         assert {layer.name: (layer.format, layer.problems) for layer in layers(folder).layers} == {
             "head": ("hlane", ()), "up": ("fp8_block", ())}

@@ -69,7 +69,7 @@ def test_a_model_answers_in_three_formats(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("transformers")
     monkeypatch.setattr(demo, "installed", lambda: None)
     lines: list[str] = []
-    lossy, lossless, fp8 = demo.answers(lines.append)
+    lossy, lossless, fp8 = demo.ask_models(lines.append)
     assert len(lines) == 1 and "random model" in lines[0] and demo.QUESTION in lines[0]
     assert [row["format"] for row in (lossy, lossless, fp8)] == ["q4_1", "hlane", "fp8_channel"]
     assert lossy["text"] == lossless["text"] and lossy["bytes"] < fp8["bytes"] < lossless["bytes"]

@@ -417,7 +417,7 @@ def test_a_run_that_is_told_to_end_leaves_no_output(folder: Path) -> None:
 
 def test_errors_are_weighted_as_ggml_weights_them() -> None:
     weight, stored, importance = drawn(3, 512, dtype=torch.float32), drawn(3, 512).float(), drawn(512).float().abs()
-    measured = quality.measured(weight, stored, importance)
+    measured = quality.quantization_error(weight, stored, importance)
     by_hand = 0.0
     for row, near in zip(weight.double().tolist(), stored.double().tolist(), strict=True):
         for k, (x, y) in enumerate(zip(row, near, strict=True)):
@@ -425,7 +425,7 @@ def test_errors_are_weighted_as_ggml_weights_them() -> None:
             by_hand += float(importance[k]) * math.sqrt(sum(w * w for w in group) / 256 + x * x) * (x - y) ** 2
     assert measured.weighted_noise == pytest.approx(by_hand, rel=1e-6)
     assert measured.data()["weighted_error"] == measured.weighted_noise
-    assert quality.measured(weight, weight).data() == {"snr_db": None}
+    assert quality.quantization_error(weight, weight).data() == {"snr_db": None}
     twice = measured + measured
     assert twice.data()["snr_db"] == measured.data()["snr_db"] and twice.noise == 2 * measured.noise
 

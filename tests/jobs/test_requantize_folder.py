@@ -18,7 +18,7 @@ from qdsl.generated import fp8_block, fp8_tensor, int_group
 from qdsl.jobs.convert import run
 from qdsl.jobs.convert.run import merge
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.jobs.gguf.quality import Sums, quantization_error
 from tests.support import folders
 from tests.support.converted_folders import requantized, two_layers, weight
 from tests.support.formats import same_bits
@@ -38,7 +38,7 @@ def test_requantized_layers(tmp_path: Path) -> None:
             dense = int_group.dequantize(quantized, torch.float32)
             packed = fp8_block.quantize(dense, bn=32, bk=32)
             assert all(folder.tensor(f"{name}.{key}").equal(tensor) for key, tensor in packed.tensors.items())
-            costs.append(measured(dense, fp8_block.dequantize(packed, torch.float32)))
+            costs.append(quantization_error(dense, fp8_block.dequantize(packed, torch.float32)))
             assert report["requantized"][name] == costs[-1].data()
         assert len(folder.names()) == 5 and folder.tensor("head.weight").equal(torch.ones(2, 3))
         assert [(layer.format, layer.params["bn"], layer.problems) for layer in layers(folder).layers] == [

@@ -129,11 +129,11 @@ def test_an_adapter_alone_is_no_model(job: str, name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("model", ["tied", "moe", "gpt_oss"])
 def test_no_parameter_is_missing_that_another_holds(model: str, tmp_path: Path) -> None:
     """A head that is its embedding, and experts in one parameter, stored one by one or stacked."""
-    from qdsl.models.shapes import compared
+    from qdsl.models.shapes import class_findings
 
     producer_folders.write_folder(tmp_path / "in", "mxfp4" if model == "gpt_oss" else "fp8 block", model)
     with Folder(tmp_path / "in") as read:
-        assert compared(read, detected_layers(read))[0] == []
+        assert class_findings(read, detected_layers(read))[0] == []
 
 
 @pytest.mark.parametrize(("kind", "job"), [(kind, ("convert", "dequantize")[place % 2]) for place, kind in enumerate(PACKED)])

@@ -163,7 +163,7 @@ def part_of(packed: PackedWeight) -> PackedWeight | None:
     if packed.layout.fixed or step >= packed.shape[1]:
         return None
     part = packed.cut("K", 0, step)
-    return part if strides.has_gaps(part) and not strides.why_copied(part) else None
+    return part if strides.has_gaps(part) and not strides.why_unreadable(part) else None
 
 
 def of_weight(packed: PackedWeight, turn: int) -> Iterator[Call]:
@@ -272,7 +272,7 @@ def failures(arch: Arch, in_pairs: bool) -> Iterator[tuple[str, str]]:
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch.name)
     triton.runtime.driver.set_active(AbsentDriver(arch.capability or arch.name, arch.warp))
     configure.has_fp8 = lambda device: not arch.is_nvidia or arch.capability >= 89
-    with configure.assumed(arch.capability // 10, gpu.multiprocessors, gpu):
+    with configure.assume_device(arch.capability // 10, gpu.multiprocessors, gpu):
         for title, call in covering([*of_weights(), *others()], in_pairs):
             reason = ""
             try:

@@ -19,7 +19,7 @@ from qdsl.analyze.counts import count_instructions
 from qdsl.analyze.registers import accessed_registers
 from qdsl.analyze.strides import sector_miss_rates
 from qdsl.cli import app
-from qdsl.runtime.gpu.costs import EXPOSED, LATENCY, LAUNCH, Work
+from qdsl.runtime.gpu.costs import EXPOSED, LATENCY, LAUNCH, RepeatedWork
 from qdsl.runtime.gpu.kernels.dequantize import dequantize
 from qdsl.runtime.libraries.call import Call
 from tests.support.formats import Case, cases, fixed_shape
@@ -347,7 +347,7 @@ def test_a_load_from_the_sector_of_another_one_fetches_nothing() -> None:
     ("sm_90", 32, 100 << 10, 4, 2), ("sm_80", 32, 100 << 10, 4, 1), ("sm_89", 32, 100 << 10, 4, 0), ("sm_89", 32, 99 << 10, 4, 1),
 ])
 def test_programs_on_a_multiprocessor(arch: str, registers: int, shared: int, warps: int, programs: int) -> None:
-    assert ARCHS[arch].resident(registers, shared, warps) == programs
+    assert ARCHS[arch].resident_programs(registers, shared, warps) == programs
 
 
 def test_a_kernel_whose_programs_wait_for_their_loads() -> None:
@@ -382,7 +382,7 @@ def test_a_kernel_that_is_busy_and_one_that_is_fast_enough() -> None:
     assert estimate.limit == "convert" and estimate.busy == pytest.approx(1000 * (96 + 4 * 900) / 1.98e9)
     turns = [predict(replace(slow, programs=count), GPUS["h200"]).busy for count in (264, 265)]
     assert turns[1] == pytest.approx(turns[0] * 1.5)
-    read_often = predict(replace(many, work=Work(loaded=1 << 40)), GPUS["h200"])
+    read_often = predict(replace(many, work=RepeatedWork(loaded=1 << 40)), GPUS["h200"])
     assert read_often.limit == "L2" and read_often.cached == pytest.approx((1 << 40) / (132 * 28 * 1.98e9))
 
 

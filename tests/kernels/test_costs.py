@@ -22,7 +22,7 @@ from bench import dispatch
 from qdsl.analyze import launches
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, devices, launch, plan
-from qdsl.runtime.gpu.costs import Candidate, Cost, Work, seconds, terms
+from qdsl.runtime.gpu.costs import Candidate, Cost, RepeatedWork, launch_times, seconds
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.gpu.families import units
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
@@ -66,13 +66,13 @@ def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] =
 def test_the_terms_of_a_launch() -> None:
     """264 programs of 10 trips, two on every one of 132 SMs: two warps on a scheduler."""
     gpu = GPUS["h100"]
-    launch = terms(COST, programs=264, trips=10, moved=3015 * 10**6, work=Work(), target=gpu)
+    launch = launch_times(COST, programs=264, trips=10, moved=3015 * 10**6, work=RepeatedWork(), target=gpu)
     alone = (300 + 10 * 200) / 1.98e9 + 11 * costs.LATENCY
     assert launch.memory == pytest.approx(1e-3) and launch.busy == pytest.approx(2 * (50 + 10 * 100) / 1.98e9)
     assert launch.chain == pytest.approx(alone) and launch.first == pytest.approx(500 / 1.98e9 + costs.LATENCY)
     work = launch.busy + launch.chain - launch.first
     assert launch.seconds == pytest.approx(costs.LAUNCH + launch.first + 1e-3 + costs.EXPOSED * work)
-    waiting = terms(replace(COST, chain_loads=9000), 264, 10, 3015 * 10**6, Work(), gpu)
+    waiting = launch_times(replace(COST, chain_loads=9000), 264, 10, 3015 * 10**6, RepeatedWork(), gpu)
     assert waiting.seconds == pytest.approx(costs.LAUNCH + waiting.busy + waiting.chain + costs.EXPOSED * 1e-3)
 
 
@@ -80,8 +80,9 @@ def test_what_programs_load_of_x() -> None:
     """From the L2 cache: the SMs wait for it, or copies do while memory works; and a product of a warp group for another."""
     gpu = GPUS["h100"]
     microsecond = 132 * costs.L2_BYTES * 1980
-    none, loaded, copied, many = (terms(COST, 264, 10, 30150, work, gpu) for work in (
-        Work(), Work(loaded=9 * microsecond), Work(loaded=9 * microsecond, is_copied=True), Work(waits=3)))
+    none, loaded, copied, many = (launch_times(COST, 264, 10, 30150, work, gpu) for work in (
+        RepeatedWork(), RepeatedWork(loaded=9 * microsecond), RepeatedWork(loaded=9 * microsecond, is_copied=True),
+        RepeatedWork(waits=3)))
     assert loaded.cached == pytest.approx(9e-6) and loaded.seconds == pytest.approx(none.seconds + 9e-6)
     copying = 9e-6 * costs.L2_BYTES / costs.COPIED_BYTES
     assert copied.cached == 0 and copied.memory == pytest.approx(copying) and none.memory < 1e-6
@@ -94,7 +95,8 @@ def test_a_weight_is_read_again_by_other_rows_of_x() -> None:
 
     def again(passes: int, weight: int) -> float:
         few = replace(COST, registers=56)
-        return terms(few, 264 * passes, 10, weight, Work(weight, passes), gpu).memory - weight / (3.35e12 * costs.REACHABLE)
+        return launch_times(few, 264 * passes, 10, weight, RepeatedWork(weight, passes),
+                            gpu).memory - weight / (3.35e12 * costs.REACHABLE)
 
     large, small = 30 * 10**6, 20 * 10**6
     assert [round(again(passes, large) / (large / 3.015e12)) for passes in (1, 4, 5, 9)] == [0, 0, 1, 2]
@@ -107,12 +109,13 @@ def test_programs_come_in_turns() -> None:
     It takes 7 of 72 registers, which programs of 64 may need.
     """
     gpu, few = GPUS["h100"], replace(COST, registers=56)
-    one = terms(few, 132, 10, 1, Work(), gpu)
-    assert [round(terms(few, count, 10, 1, Work(), gpu).chain / one.chain) for count in (1, 132 * 8, 132 * 9 + 1, 132 * 20)] == [
+    one = launch_times(few, 132, 10, 1, RepeatedWork(), gpu)
+    assert [round(launch_times(few, count, 10, 1, RepeatedWork(), gpu).chain / one.chain) for count in (1, 132 * 8, 132 * 9 + 1,
+                                                                                                        132 * 20)] == [
         1, 1, 2, 3]
-    assert terms(COST, 132 * 8, 10, 1, Work(), gpu).chain == pytest.approx(2 * one.chain)
-    assert [terms(COST, count, 10, 1, Work(), gpu).busy / one.busy for count in (132, 133, 396)] == [1, 2, 3]
-    assert terms(replace(COST, shared=1 << 20), 132, 10, 1, Work(), gpu).seconds == math.inf
+    assert launch_times(COST, 132 * 8, 10, 1, RepeatedWork(), gpu).chain == pytest.approx(2 * one.chain)
+    assert [launch_times(COST, count, 10, 1, RepeatedWork(), gpu).busy / one.busy for count in (132, 133, 396)] == [1, 2, 3]
+    assert launch_times(replace(COST, shared=1 << 20), 132, 10, 1, RepeatedWork(), gpu).seconds == math.inf
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
@@ -227,7 +230,7 @@ def rows_of_the_table() -> Iterator[tuple[str, str, str, list[float]]]:
 def test_what_spills_takes_time() -> None:
     """Each instruction moves a register of 128 bytes per warp in each trip, through the L2 cache."""
     gpu = GPUS["h100"]
-    none, many = (terms(replace(COST, spills=count), 132, 10, 1, Work(), gpu) for count in (0, 5000))
+    none, many = (launch_times(replace(COST, spills=count), 132, 10, 1, RepeatedWork(), gpu) for count in (0, 5000))
     assert none.cached == 0 and many.cached == pytest.approx(5000 * 128 * 4 * 10 / (costs.L2_BYTES * 1.98e9))
     assert many.seconds == pytest.approx(none.seconds + many.cached)
 
@@ -235,7 +238,7 @@ def test_what_spills_takes_time() -> None:
 def test_a_small_tile_of_gemm_where_others_spill() -> None:
     """It is counted and a candidate there alone, and is chosen for Marlin's weights."""
     meta = torch.device("meta")
-    with configure.assumed(9, GPUS["h100"].multiprocessors, GPUS["h100"]):
+    with configure.assume_device(9, GPUS["h100"].multiprocessors, GPUS["h100"]):
         spills, fits = weight("int_group", "marlin"), weight("q4_0", "gguf")
         rows = {16: ({16, 32, 64}, {16}), 64: ({16, 32, 64}, {64})}
         for m, wanted in rows.items():
@@ -261,7 +264,7 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones(monkeypatch: 
     assert (wide.warps, wide.step, wide.trip) == (8, 2 * exact.step, exact.trip)
     assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90") == entry["tile_gemm", 2, 32, 0]
     assert costs.kernel_cost(packed, "gemv", ROW, "sm_89") == costs.kernel_cost(packed, "gemv", ROW, "sm_120")
-    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.medians("gemv", "gfx942")["gemv", 1, 0, 0]
+    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.median_costs("gemv", "gfx942")["gemv", 1, 0, 0]
 
 
 @pytest.mark.parametrize("arch", devices.ARCHS)
@@ -272,9 +275,9 @@ def test_counts_stand_in_for_kernels_of_the_same_instructions(kind: str, arch: s
         monkeypatch.setattr(costs, "counts", lambda storage, other=other: {other: {(kind, 1, 16, 0): COST}})
         counted = costs.counted_on("q4_0.planar", kind, arch)
         assert counted is None or (counted == other and costs.matrix_unit(kind, other) == costs.matrix_unit(kind, arch))
-    columns = [(name, cost) for name, key, cost in costs.parsed(costs.TABLE.read_text())[0] if key[0] == kind]
+    columns = [(name, cost) for name, key, cost in costs.parse_table(costs.TABLE.read_text())[0] if key[0] == kind]
     same = [cost for name, cost in columns if costs.matrix_unit(kind, name) == costs.matrix_unit(kind, arch)]
-    assert all(cost in same for cost in costs.medians(kind, arch).values()) or not same
+    assert all(cost in same for cost in costs.median_costs(kind, arch).values()) or not same
 
 
 def test_counts_of_ampere_take_no_kernel_from_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +288,7 @@ def test_counts_of_ampere_take_no_kernel_from_hopper(monkeypatch: pytest.MonkeyP
     ways = []
     for entries in (others, {**others, "sm_80": few}):
         monkeypatch.setattr(costs, "counts", lambda storage, entries=entries: entries)
-        with configure.assumed(9, h200.multiprocessors, h200):
+        with configure.assume_device(9, h200.multiprocessors, h200):
             ways.append([way for way in plan.candidates(weight(), 64, X, torch.device("meta")) if way.kind == "tile_gemm"])
     assert ways[0] == ways[1] and any(way.config["BM"] > 16 for way in ways[0])
 
@@ -294,9 +297,9 @@ def test_the_shipped_table_is_small_and_what_was_counted() -> None:
     """Every kernel of the file but those that spill, cycles within 8 %, registers rounded up to how they are allocated."""
     text = costs.TABLE.read_text()
     assert text == writer.compact(writer.counted()) and len(text) < 60_000
-    columns, letters = costs.parsed(text)
+    columns, letters = costs.parse_table(text)
     for storage in letters:
-        shipped, exact = costs.decoded(columns, letters, storage), writer.exact(storage)
+        shipped, exact = costs.decode_counts(columns, letters, storage), writer.exact(storage)
         assert {arch: {*entry} for arch, entry in shipped.items()} == {arch: {*entry} for arch, entry in exact.items()}
         for arch, entry in exact.items():
             for key, cost in entry.items():
@@ -311,7 +314,7 @@ def test_rounded_counts_choose_as_exact_ones() -> None:
     ratios, meta = [], torch.device("meta")
     for packed in [*dispatch.storages(dispatch.SHAPES[0])][::9]:
         for gpu, m in itertools.product((GPUS["a100"], GPUS["h200"], GPUS["mi300x"]), (1, 16, 64)):
-            with configure.assumed(devices.ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+            with configure.assume_device(devices.ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
                 chosen = plan.best(packed, m, X, meta)
                 with patch.object(costs, "counts", writer.exact):
                     times = [seconds(packed, way, m, X, gpu) for way in plan.candidates(packed, m, X, meta)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from qdsl.generated import df11, fix4, hlane, q4_0
-from qdsl.models.processor import arithmetic
+from qdsl.models.processor import arithmetic_text
 from qdsl.runtime.cpu import dense, kept
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.torch import siblings
@@ -95,6 +95,6 @@ def test_loaders_make_the_copies() -> None:
         siblings.make_ready(model, lambda name: True)
         assert [entry is not None for entry in kept._entries.values()] == [True]
     model.dtype, model.device = torch.bfloat16, torch.device("cpu")
-    assert "lossless weights kept decoded" in arithmetic(model)
+    assert "lossless weights kept decoded" in arithmetic_text(model)
     model[0].keeps_copy = False
-    assert "decoded" not in arithmetic(model)
+    assert "decoded" not in arithmetic_text(model)

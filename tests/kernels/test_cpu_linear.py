@@ -23,7 +23,7 @@ from qdsl.runtime.cpu.threads import functions as product_functions
 from qdsl.runtime.torch import siblings
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.products import forget
+from qdsl.runtime.weight.products import forget_products
 from qdsl.runtime.weight.target import Candidate
 from tests.support.covering import ALL, covering
 from tests.support.cpu_products import check, in_order, plain, sample
@@ -111,7 +111,7 @@ def test_compiled_decodes_make_the_same_bits_and_few_rows_meet_exact_weights(par
     decoded = 0
     for case, packed, rows in weights:
         weight = plain(packed)
-        if (decode := loops.decode(packed)) is not None:
+        if (decode := loops.row_decoder(packed)) is not None:
             out = torch.full(packed.shape, torch.nan)
             decode(out, 0)
             assert same_bits(out, weight), (case, packed.shape)
@@ -142,7 +142,7 @@ def test_dequantize_by_a_loop_makes_the_bits_of_torch(name: str, monkeypatch: py
 def test_dequantize_goes_by_torch_where_a_loop_has_no_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or where there is no compiler, or the setting does not want one: without a warning."""
     slow = next(in_order(case, (32, 128)) for case in CASES if str(case).startswith("hqq_axis0.hqq-bits4"))
-    assert loops.decode(slow) is not None and not loops.has_vectors(slow)
+    assert loops.row_decoder(slow) is not None and not loops.has_vectors(slow)
     calls: list[Any] = []
     decode = tiles.decode_rows
     monkeypatch.setattr(tiles, "decode_rows", lambda *arguments: (calls.append(arguments), decode(*arguments)))
@@ -212,7 +212,7 @@ def test_decode_that_rounds_to_the_type_of_a_tensor(dtype: torch.dtype) -> None:
     numbers = {"cb": sample(1 << 16, 8, dtype=dtype), "a": sample(256, dtype=dtype), "b": sample(256, seed=1, dtype=dtype)}
     packed = vptq.pack({**numbers, "q": torch.randint(1 << 16, (8, 256), dtype=torch.int32)}, bits=16)
     weight, out = plain(packed), torch.empty(64, 256)
-    decode = loops.decode(packed)
+    decode = loops.row_decoder(packed)
     assert decode is not None
     decode(out, 0)
     assert same_bits(out, weight) and torch.equal(vptq.linear(torch.eye(256), packed).t(), weight)
@@ -310,16 +310,16 @@ def test_the_setting_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("QDSL_CPU_COMPILE", setting)
         for packed, count in zip((small, large), counts, strict=True):
             loops._loops.clear()
-            forget()
+            forget_products()
             q4_0.linear(sample(1, 256), packed)
             assert len(loops._loops) == count, (setting, packed.shape)
     monkeypatch.delenv("QDSL_CPU_COMPILE")
     loops._loops.clear()
-    forget()
+    forget_products()
     q4_0.linear(sample(1, 256), large)
     assert loops._loops                                          # the default is auto
     monkeypatch.setenv("QDSL_CPU_COMPILE", "1")
-    forget()
+    forget_products()
     with pytest.raises(FormatError, match="QDSL_CPU_COMPILE is auto, always or never, not '1'"):
         q4_0.linear(sample(1, 256), large)
 

@@ -170,7 +170,7 @@ def test_the_operation_takes_prepared_products(monkeypatch: pytest.MonkeyPatch) 
     tensors, key = ops.operation_arguments(packed)
     with torch.no_grad():
         first = torch.ops.qdsl.linear(x, tensors, None, key)
-        monkeypatch.setattr(ops, "computed", None)
+        monkeypatch.setattr(ops, "compute_product", None)
         assert same_bits(first, torch.ops.qdsl.linear(x, tensors, None, key))
         assert torch.ops.qdsl.linear(x[0], tensors, None, key).shape == (1, 64)
 
@@ -227,7 +227,7 @@ def test_experts_take_prepared_products(name: str, monkeypatch: pytest.MonkeyPat
                     own = packed.format.Linear(stack.weight(e), None if added is None else added[e])
                     check(own, x[start:stop], out[start:stop])
     if name != "gptq":
-        monkeypatch.setattr(ops, "computed", None)
+        monkeypatch.setattr(ops, "compute_product", None)
     with torch.no_grad():
         assert same_bits(stack(x, offsets, bias), out)
 

@@ -59,7 +59,7 @@ def test_a_product_by_tiles_is_that_of_the_whole_weight(dtype: torch.dtype, with
         packed = module.quantize(numbers[:296], **options)
         assert len(decoded_tiles(packed, dtype.itemsize)) == 3
         added = None if bias is None else bias[:296]
-        out = product.by(Candidate("decode"), x, packed, added)
+        out = product.product_by(Candidate("decode"), x, packed, added)
         weight, added = torch.empty(packed.shape, dtype=dtype), None if added is None else added.to(dtype)
         launch.dequantize(packed, weight)                        # the interpreter rounds otherwise than torch
         parts = [linear(x, weight[start:stop], None if added is None else added[start:stop])

@@ -122,7 +122,7 @@ def test_linear(case: Case) -> None:
         wanted = x.double() @ weight.t() + (0 if bias is None else bias.double())
         spread = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
         kernels = packed.layout.kernels                          # those for matrix units round numbers of tables to x's dtype
-        rounds = kernels.matrix_unit and (kernels.rounds(dtype, packed.tensors) or packed.layout.factor)
+        rounds = kernels.matrix_unit and (kernels.rounds_tables(dtype, packed.tensors) or packed.layout.factor)
         rounded = torch.finfo(dtype).eps / 2 if rounds else 0
         bound = spread * ((shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
         bound += torch.finfo(dtype).tiny

@@ -124,7 +124,7 @@ def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], r
 @pytest.fixture
 def hopper() -> Iterator[None]:
     """Launches as on a device of capability 9."""
-    with configure.assumed(9, 132):
+    with configure.assume_device(9, 132):
         yield
 
 
@@ -245,7 +245,7 @@ def test_columns_by_groups(case: Case, hopper: None) -> None:
 
 @pytest.mark.parametrize("tile", lanes.TALL, ids=lambda tile: f"{tile.R}x{tile.W}{'-whole' * tile.whole}")
 @pytest.mark.parametrize("case", TALL, ids=str)
-def test_tiles_of_128_rows(case: Case, tile: lanes.Tall, hopper: None) -> None:
+def test_tiles_of_128_rows(case: Case, tile: lanes.TallTile, hopper: None) -> None:
     """Each of those that the rule picks from, where it may; the others are for shapes that leave tiles short."""
     shape, rows = ((16 * tile.R * tile.W, 384), 128) if tile.whole else ((20, 1152), 100)
     params = next((params for params in choices(case) if lanes.is_tall(packed_of(case, shape, params))), None)

@@ -54,11 +54,11 @@ def products(path: Path = FILE) -> dict[tuple[str, int], list[Timed]]:
         rows[described(row)].append(row)
     device = DeviceInfo(run["device"]["gpu"], run["device"]["capability"], run["device"]["multiprocessors"], run["device"]["l2"])
     timed_kernels = writer.counted()["sm_90"] | json.loads(TIMED_KERNELS.read_text())
-    table = costs.parsed(writer.compact(writer.counted() | {"sm_90": timed_kernels}))
+    table = costs.parse_table(writer.compact(writer.counted() | {"sm_90": timed_kernels}))
     plan.forget()                                                # choices by the shipped table
     try:
-        with launches_for(device), patch.object(costs, "counts", cache(partial(costs.decoded, *table))):
-            return {key: list(timed(plan.choice(by_name[key[0]], key[1], X, torch.device("meta")), same))
+        with launches_for(device), patch.object(costs, "counts", cache(partial(costs.decode_counts, *table))):
+            return {key: list(timed(plan.choose_candidate(by_name[key[0]], key[1], X, torch.device("meta")), same))
                     for key, same in rows.items()}
     finally:
         plan.forget()

@@ -75,7 +75,7 @@ def test_decoded_weights_of_all_layers_take_turns_in_one_block(rows: int, monkey
     layers = [q4_0.quantize(torch.randn(256, 128)) for _ in range(3)]
     with Decoded(rows * 128) as decoded:
         for layer in layers:
-            product.by(Candidate("decode"), torch.randn(3, 128, dtype=torch.float16), layer)
+            product.product_by(Candidate("decode"), torch.randn(3, 128, dtype=torch.float16), layer)
     assert decoded.count == 3 and decoded.most == 1
     assert all(ref.expired() for ref in decoded.alive)
 

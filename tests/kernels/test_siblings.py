@@ -361,8 +361,8 @@ def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.
     """In one number of several, too, for which loops take the length as an argument."""
     monkeypatch.setenv(kept.INTERLEAVE.variable, "always")
     first, second = (rows.interleaved_copy(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
-    assert first is not None and second is not None and joined._are_alike([first, second])
+    assert first is not None and second is not None and joined._can_run_together([first, second])
     weight = rows.described_weight(second.codes, second.levels, second.fields, list(second.weight.shift)[:len(second.fields)], 64,
                                    second.columns)
     weight.shift[1] += 1
-    assert not joined._are_alike([first, replace(second, weight=weight)])
+    assert not joined._can_run_together([first, replace(second, weight=weight)])

@@ -59,7 +59,7 @@ def ready(weight: PackedWeight) -> PackedWeight:
 
 def exponents(weight: PackedWeight) -> torch.Tensor:
     """The exponents that kernels find."""
-    streamed, calls = stream_kernels.decoded(weight)
+    streamed, calls = stream_kernels.decoded_with_calls(weight)
     with guarded(*weight.tensors.values(), *streamed.tensors.values()):
         for call in calls:
             call.run()

@@ -88,10 +88,10 @@ def test_units_between_gaps(case: Case) -> None:
     turns = range(3) if ALL else [LAYOUTS.index(case) % 3]
     for part in filter(None, (part_of(case, turn) for turn in turns)):
         out = torch.full(part.shape, torch.nan, device=DEVICE)
-        if why := strides.why_copied(part):
+        if why := strides.why_unreadable(part):
             assert str(case).startswith(COPIED) or (part.shape[1] % 128 == 0 and "one longer weight" in why), why
         [call] = launch.dequantize_calls(part, out)
-        own = strides.readable(part)
+        own = strides.gapless_weight(part)
         assert (own is part) == (not why) and memory(own) <= {tensor.data_ptr() for tensor in call.tensors}
         with guarded(own, out):
             call.run()
@@ -137,10 +137,10 @@ def test_matrix_units(case: Case) -> None:
     """gemv, gemv_records, skinny and tile_gemm by turns: strides of all planes follow from one pitch."""
     number = PLANES.index(case)
     part = part_of(case, 1 + number % 2)
-    assert part is not None and not strides.why_copied(part)
+    assert part is not None and not strides.why_unreadable(part)
     for rows in (1, 4, 12) if ALL else ((1, 4, 12)[number % 3],):
         x = torch.randn(rows, part.shape[1]).to(DEVICE).half()
-        with configure.assumed(9, 132):
+        with configure.assume_device(9, 132):
             candidate = regimes.candidate(x, part)
             families = part.layout.kernels.matrix_unit.families
             assert candidate is not None and (candidate.kind != "matvec" or "skinny" not in families)
@@ -172,14 +172,14 @@ def test_the_pitch_is_the_longest_rows() -> None:
     packed = int_group.planar(int_group.quantize(torch.randn(32, 1024), bits=3, group=128))
     for start, stop in ((0, 512), (512, 1024)):
         part = packed.cut("K", start, stop)
-        assert strides.pitch(part) == 1024 and not strides.why_copied(part)
+        assert strides.pitch(part) == 1024 and not strides.why_unreadable(part)
     assert strides.pitch(packed) is None and strides.pitch(packed.cut("N", 2, 5)) is None
     mixed = part.derive({**part.tensors, "scale": part.tensors["scale"].contiguous()} if "scale" in part.tensors else
                         {name: tensor.contiguous() if tensor.dtype == torch.float16 else tensor
                          for name, tensor in part.tensors.items()})
-    assert strides.why_copied(mixed) == "the rows of its tensors are not those of one longer weight"
-    own = strides.readable(mixed)
-    assert not strides.has_gaps(own) and strides.readable(mixed) is own
+    assert strides.why_unreadable(mixed) == "the rows of its tensors are not those of one longer weight"
+    own = strides.gapless_weight(mixed)
+    assert not strides.has_gaps(own) and strides.gapless_weight(mixed) is own
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_last_program(storage: str) -> None:
     weight, x = q4_0.dequantize(last, torch.float32), torch.eye(1, columns).half()
     out = sparse((shape[0], columns), torch.float32)
     [call] = launch.dequantize_calls(part, out)
-    assert call.constants["LARGE"] and not strides.why_copied(part)
+    assert call.constants["LARGE"] and not strides.why_unreadable(part)
     run_last(call, part, None, out, weight)
     out = sparse((1, shape[0]), torch.float16)
     [call] = launch.linear_calls(x, part, None, out, candidate=regimes.candidate(x, part))

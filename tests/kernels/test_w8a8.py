@@ -50,7 +50,7 @@ def narrow_of(packed: PackedWeight) -> tuple[str, bool]:
 def exact(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the quantized x in float64, and of magnitudes."""
     kind, groups = narrow_of(packed)
-    codes, scales = eight.quantized(x.cpu(), kind, groups)
+    codes, scales = eight.quantize_x(x.cpu(), kind, groups)
     wide = codes.double() * scales.double().repeat_interleave(128 if groups else x.shape[1], 1)[:, :x.shape[1]]
     fields = {name: field.cpu() for name, field in packed.format.unpack(packed).items()}
     weight = packed.format.dequantize(packed.to("cpu"), torch.float32).double()
@@ -107,7 +107,7 @@ def test_the_formats_that_have_it() -> None:
 def test_codes_are_the_nearest(kind: str, groups: bool) -> None:
     """Of the type's own numbers, none is nearer to x by the scale; the largest of a group is the largest of the type."""
     x = x_of(6, 256, torch.float32).cpu()
-    codes, scales = eight.quantized(x, kind, groups)
+    codes, scales = eight.quantize_x(x, kind, groups)
     assert codes.shape == (6, 256) and scales.shape == (6, 2 if groups else 1) and scales.dtype == torch.float32
     wide = x.unflatten(1, (scales.shape[1], -1)).double() / scales.double()[..., None]
     numbers = torch.arange(-127, 128).double() if kind == "i8" else \
@@ -141,10 +141,10 @@ def hard(dtype: torch.dtype) -> torch.Tensor:
 def test_the_kernel_makes_the_bits_of_torch(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, x = packed_of(case, (128, 256)), hard(dtype)
     kind, groups = narrow_of(packed)
-    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (1, False))
+    monkeypatch.setattr(w8a8, "split_of_k", lambda *_: (1, False))
     call = next(launch.quantized_calls(x, packed, None, torch.empty(11, 128, device=DEVICE)))
     call.run()
-    codes, scales = eight.quantized(x.cpu(), kind, groups)
+    codes, scales = eight.quantize_x(x.cpu(), kind, groups)
     assert torch.equal(call.arguments[1].cpu(), codes.view(torch.uint8 if kind == "e4m3" else torch.int8))
     assert torch.equal(call.arguments[2].cpu().t().nan_to_num(-1), scales.nan_to_num(-1))
     assert scales[8:].isnan().any(1).all() and not scales[:8].isnan().any()
@@ -157,7 +157,7 @@ def test_e4m3_as_float16(ampere: None) -> None:
     call = next(launch.quantized_calls(x, packed, None, torch.empty(11, 128, device=DEVICE)))
     call.run()
     assert call.arguments[1].dtype == torch.float16
-    assert torch.equal(call.arguments[1].cpu(), eight.quantized(x.cpu(), *narrow_of(packed))[0].half())
+    assert torch.equal(call.arguments[1].cpu(), eight.quantize_x(x.cpu(), *narrow_of(packed))[0].half())
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ def test_programs_that_share_k(case: Case, tokens: int, unroll: int, monkeypatch
     """Three of them take 2, 2 and 1 trips: the same sums, and of int8 the same bits; counters are 0 again."""
     config = {"BN": 64, "BM": 16, "STAGES": 3, "TOKENS": tokens, "UNROLL": unroll}
     monkeypatch.setattr(w8a8, "configuration", lambda *_: (config, 4))
-    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (1, False))
+    monkeypatch.setattr(w8a8, "split_of_k", lambda *_: (1, False))
     k = 640 * unroll
     packed, x = packed_of(case, (72, k)), x_of(18, k, torch.bfloat16)
     bias = x_of(3, 72, torch.bfloat16)[0]
     alone = product(x, packed, bias)
-    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (3, False))
+    monkeypatch.setattr(w8a8, "split_of_k", lambda *_: (3, False))
     shared = product(x, packed, bias, launched := [])
     assert launched[-1].grid == (2, 2, 3) and not launched[-1].scratch[1].any()
     check(shared, x, packed, bias, bits_of(packed))
@@ -219,7 +219,7 @@ def test_programs_that_quantize_x(case: Case, dtype: torch.dtype, monkeypatch: p
     packed, x, bias = packed_of(case, (72, 256)), hard(dtype), x_of(3, 72, dtype)[0]
     products = []
     for split, itself in ((1, False), (1, True), (2, True)):
-        monkeypatch.setattr(w8a8, "shared_k", lambda *_, way=(split, itself): way)
+        monkeypatch.setattr(w8a8, "split_of_k", lambda *_, way=(split, itself): way)
         products.append(product(x, packed, bias, launched := []))
         assert [call.family for call in launched] == ["quantize", "w8a8"][itself:]
     alone, own, shared = products
@@ -230,18 +230,18 @@ def test_programs_that_quantize_x(case: Case, dtype: torch.dtype, monkeypatch: p
 
 def test_how_many_programs_share_k() -> None:
     """None where tiles fill the GPU; more of them for fewer tiles; at least 512 columns each."""
-    ways = [w8a8.shared_k(n // 64, 64, 16, 4096, n * 4096, False, GPUS["h200"]) for n in (512, 1024, 2048, 4096, 8192, 28672)]
+    ways = [w8a8.split_of_k(n // 64, 64, 16, 4096, n * 4096, False, GPUS["h200"]) for n in (512, 1024, 2048, 4096, 8192, 28672)]
     assert not any(itself for _, itself in ways)
     parts = [split for split, _ in ways]
     assert parts[3] == 2 and parts[-1] == 1 and parts[0] > 4 and sorted(parts, reverse=True) == parts
-    assert w8a8.shared_k(8, 64, 16, 1024, 512 * 1024, False, GPUS["h200"])[0] == 2
+    assert w8a8.split_of_k(8, 64, 16, 1024, 512 * 1024, False, GPUS["h200"])[0] == 2
 
 
 def test_when_programs_quantize_x() -> None:
     """Where that takes less than a launch before: not in long loops of many tiles."""
     h200 = GPUS["h200"]
-    assert w8a8.shared_k(64, 64, 16, 4096, 4096 * 4096, True, h200) == (4, True)
-    assert not w8a8.shared_k(448, 64, 16, 8192, 28672 * 8192, True, h200)[1]
+    assert w8a8.split_of_k(64, 64, 16, 4096, 4096 * 4096, True, h200) == (4, True)
+    assert not w8a8.split_of_k(448, 64, 16, 8192, 28672 * 8192, True, h200)[1]
 
 
 def test_a_weight_without_zero_points() -> None:
@@ -287,7 +287,7 @@ def test_tiles(m: int, n: int, capability: int) -> None:
     """What is launched covers out, and holds no more in shared memory than the device has."""
     kernel = EightBit("e4m3", "q", groups=True)
     for wide in (False, True):
-        with configure.assumed(capability, 132):
+        with configure.assume_device(capability, 132):
             config, warps = w8a8.configuration(m, n, 512, kernel, wide, torch.device("cpu"))
             assert w8a8.configuration(m, n, 384, kernel, wide, torch.device("cpu"))[0]["UNROLL"] == 1
         assert config["BN"] % 64 == 0 and config["BM"] % 16 == 0 and config["BN"] * config["BM"] <= 2048 * warps
@@ -300,7 +300,7 @@ def test_trips_of_two_chunks() -> None:
     """For many rows of x on Hopper, unless int8 is summed in place; on Blackwell for E4M3 with scales along K."""
     kernels = [EightBit(type, "q", groups=groups) for type in ("e4m3", "i8") for groups in (True, False)]
     for capability, chunks in ((8, [1, 1, 1, 1]), (9, [2, 2, 2, 1]), (10, [2, 1, 1, 1])):
-        with configure.assumed(capability, 132):
+        with configure.assume_device(capability, 132):
             configs = [w8a8.configuration(4096, 4096, 4096, kernel, False, torch.device("cpu"))[0] for kernel in kernels]
         assert [config["UNROLL"] for config in configs] == chunks
 
@@ -357,7 +357,7 @@ def test_linear(module: ModuleType, dtype: torch.dtype) -> None:
 
 def test_columns_that_are_no_whole_chunks() -> None:
     packed, x = weight_of(fp8_block, 40, 320), x_of(3, 320, torch.float32)
-    _, scales = eight.quantized(x.cpu(), "e4m3", True)
+    _, scales = eight.quantize_x(x.cpu(), "e4m3", True)
     assert scales.shape == (3, 3)
     assert torch.equal(scales[:, 2], (x[:, 256:].cpu().abs().amax(1) / 448).clamp(min=2.0 ** -126))
     check(fp8_block.linear(x, packed, quantize_x=True), x, packed)

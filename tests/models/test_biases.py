@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.cli import app
@@ -48,11 +48,11 @@ def test_biases_without_a_place_are_refused(model_type: str, tmp_path: Path) -> 
     added = {f"{owner}.bias" for owner in owners if f"{owner}.bias" not in names}
     assert added and (model_type in ("bloom", "falcon") or any("norm" in name for name in added))
     add(path, dict.fromkeys(added, 0.0))
-    refuse(path, Served.of_folder(path).findings, allow_unknown=False)
+    refuse_changes(path, Served.of_folder(path).findings, allow_unknown=False)
     plugin.from_pretrained(path, dtype=torch.float32)
     add(path, dict.fromkeys(added, 0.5))
     with pytest.raises(CheckpointError, match=r"bias is F32 \[4\]"):
-        refuse(path, Served.of_folder(path).findings, allow_unknown=False)
+        refuse_changes(path, Served.of_folder(path).findings, allow_unknown=False)
     with pytest.raises(CheckpointError, match=r"bias is F32 \[4\]"):
         plugin.from_pretrained(path, dtype=torch.float32)
     model = plugin.from_pretrained(path, dtype=torch.float32, quantization_config=plugin.QdslConfig(allow_unknown=True))

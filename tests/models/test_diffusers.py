@@ -29,7 +29,7 @@ from qdsl.models.gguf_maps import TensorRule, row_order
 from qdsl.models.load import fill_model
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.plan import LoadError
-from qdsl.models.traced import spans, trace
+from qdsl.models.traced import row_spans, trace
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
 from tests.support import folders, formats, producer_folders
@@ -272,7 +272,7 @@ def test_rules_are_read_off_a_converter() -> None:
     assert row_order(rules["flip"].rows, None, 6).tolist() == [5, 4, 3, 2, 1, 0]
     assert row_order(rules["pairs"].rows, None, 6).tolist() == [0, 2, 4, 1, 3, 5] and rules["kernels"].rows == "6:18"
     order = torch.arange(512).view(256, 2).t().flatten()
-    assert spans(order) == "0:511:2 1:512:2" and row_order(spans(order), None, 512).equal(order)
+    assert row_spans(order) == "0:511:2 1:512:2" and row_order(row_spans(order), None, 512).equal(order)
     for wrong, message in ((lambda file: {"x": file["a"] * 0.5}, "computes 'x'"), (lambda file: {"x": file["c"]}, "fails"),
                            (lambda file: {"x": file["b"].t()}, "changes the columns")):
         with pytest.raises(LoadError, match=message):

@@ -24,7 +24,7 @@ from qdsl.checkpoint.detect.ledger import Kind
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.cli import app
-from qdsl.models.gguf_keys import contradictions, unknown
+from qdsl.models.gguf_keys import contradictions, unknown_keys
 from qdsl.models.gguf_maps import FOLDER, GgufMap, model_types
 from qdsl.models.plan import LoadError
 from tests.support import gguf_cases
@@ -280,7 +280,7 @@ def sentences(model_type: str, changes: dict[str, Any]) -> tuple[list[str], list
     settings |= {f"{own.architecture}.{key}": value for key, value in changes.items()}
     file: Any = SimpleNamespace(metadata=settings, tensors={}, path="model.gguf")
     return ([*contradictions(config, file.metadata, own), *rope.rotary_contradictions(config, file, own.architecture)],
-            unknown(config, file.metadata, own))
+            unknown_keys(config, file.metadata, own))
 
 
 def other(value: Any) -> Any:

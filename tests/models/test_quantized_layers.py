@@ -33,8 +33,8 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it comes in, and not when the layer runs: that would make a GPU wait."""
     layer = int_group.Linear(weights()["in order"][1].apply(torch.clone))
     calls: list[str] = []
-    real = assemble.check_columns
-    monkeypatch.setattr(assemble, "check_columns", lambda *args: calls.append("looked") or real(*args))
+    real = assemble.has_columns_in_order
+    monkeypatch.setattr(assemble, "has_columns_in_order", lambda *args: calls.append("looked") or real(*args))
     x = sample(1, 64).requires_grad_()
 
     def looks(change: Callable[[nn.Module], Any]) -> int:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
-from qdsl.core.borders import Span, shard_step
+from qdsl.checkpoint.report.shards import RankPiece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
+from qdsl.core.borders import StoredSpan, shard_step
 from qdsl.core.transforms import Transform
 from qdsl.generated import fp8_channel, fp8_tensor, int_group, q4_k, q8_0
-from qdsl.models.shards import Collector, Part, joined, linear, needed
+from qdsl.models.shards import Collector, RankPart, join_parts, linear, needed
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight import algebra
 from tests.support.formats import ROOT, Case, cases, fixed_shape, random_fields, same_bits, shapes
@@ -51,7 +51,7 @@ def decoded(packed: PackedWeight) -> Tensor:
     return packed.format.dequantize(packed, torch.float32)
 
 
-def parts_of(packed: PackedWeight, pieces: Sequence[Piece]) -> list[Part]:
+def parts_of(packed: PackedWeight, pieces: Sequence[RankPiece]) -> list[RankPart]:
     """What a rank makes of the checkpoint's tensors, which come last first."""
     collector = Collector(layer_of(packed), pieces)
     for name, tensor in reversed(packed.tensors.items()):
@@ -107,8 +107,8 @@ def test_columns_inside_blocks_are_multiplied_with_padded_x() -> None:
 def test_columns_that_a_stack_of_experts_needs() -> None:
     """Of two experts [2, 32, 512] that hold 128 columns more, as an engine that quantizes again wants them."""
     stack = torch.arange(2 * 32 * 512).view(2, 32, 512)
-    assert torch.equal(needed(stack, Span("K", 128, 512, 0, 512)), stack[:, :, 128:])
-    assert torch.equal(needed(stack[0], Span("N", 8, 24, 0, 32)), stack[0, 8:24])
+    assert torch.equal(needed(stack, StoredSpan("K", 128, 512, 0, 512)), stack[:, :, 128:])
+    assert torch.equal(needed(stack[0], StoredSpan("N", 8, 24, 0, 32)), stack[0, 8:24])
 
 
 def test_rows_inside_blocks_are_left_out_of_the_product() -> None:
@@ -133,20 +133,20 @@ def test_key_and_value_heads_are_repeated_on_more_ranks_than_heads(ranks: int) -
         wanted = torch.cat([part[at * size:][:size] for part, size, at in zip(
             whole, own, (rank, rank // copies, rank // copies), strict=True)])
         pieces = merged_pieces("qkv", [layer_of(packed)], list(zip(own, sizes, strict=True)), ranks, rank)
-        one, = joined(parts_of(packed, pieces))
+        one, = join_parts(parts_of(packed, pieces))
         assert same_bits(decoded(one.weight), wanted)
         layers = [layer_of(weight, name) for weight, name in zip(several, "qkv", strict=True)]
         pieces = merged_pieces("qkv", layers, list(zip(own, sizes, strict=True)), ranks, rank)
         parts = [part for weight, own_piece in zip(several, pieces, strict=True) for part in parts_of(weight, [own_piece])]
-        torch.testing.assert_close(linear(x, joined(parts)), x @ wanted.T, rtol=0, atol=1e-4)
+        torch.testing.assert_close(linear(x, join_parts(parts)), x @ wanted.T, rtol=0, atol=1e-4)
 
 
 def test_parts_of_one_scale_each_and_of_other_formats_stay_apart() -> None:
     """The first two of one format are one weight; a product is that of the rows of all."""
     weights = [fp8_channel.quantize(random(16, 64)), fp8_channel.quantize(random(8, 64, 1)),
                fp8_tensor.quantize(random(8, 64, 2)), fp8_tensor.quantize(random(8, 64, 3))]
-    parts = joined([part for weight in weights
-                    for part in parts_of(weight, [piece("x", layer_of(weight), "N", 0, weight.shape[0])])])
+    parts = join_parts([part for weight in weights
+                        for part in parts_of(weight, [piece("x", layer_of(weight), "N", 0, weight.shape[0])])])
     assert [part.weight.shape[0] for part in parts] == [24, 8, 8]
     x = random(3, 64, 4)
     torch.testing.assert_close(linear(x, parts), x @ torch.cat(list(map(decoded, weights))).T, rtol=0, atol=1e-4)

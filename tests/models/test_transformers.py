@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.detect.guard import SENTENCE, guarded, unguarded
+from qdsl.checkpoint.detect.guard import SENTENCE, with_guard, without_guard
 from qdsl.checkpoint.detect.ignored import Rule
 from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.layers import layers
@@ -295,7 +295,7 @@ def without_qdsl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name in ("hlane", "df11"):
         shutil.copytree(root / name, root / f"{name} unguarded")
         config = json.loads((root / name / "config.json").read_text())
-        (root / f"{name} unguarded" / "config.json").write_text(json.dumps(unguarded(config)))
+        (root / f"{name} unguarded" / "config.json").write_text(json.dumps(without_guard(config)))
     (root / "gptq").mkdir()
     quantized(root / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32, "symmetric": True}, folders.GPTQ)
     with Folder(root / "gptq") as folder:
@@ -329,7 +329,7 @@ def test_diffusers_refuses_the_settings_without_a_guard(tmp_path: Path) -> None:
     before = json.loads((tmp_path / "model" / "config.json").read_text())
     for format in FORMATS:
         compressing.compress(tmp_path / "model", Compression(format), tmp_path / format)
-    assert guarded(before) == before
+    assert with_guard(before) == before
     name = "FluxTransformer2DModel"
     texts = outcomes(tmp_path, {path: ("diffusers", name, path, {}) for path in ("model", *FORMATS)})
     assert texts.pop("model") == "loaded"

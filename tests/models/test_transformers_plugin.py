@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint.detect.guard import FIELD, SENTENCE, guarded
+from qdsl.checkpoint.detect.guard import FIELD, SENTENCE, with_guard
 from qdsl.checkpoint.files import references
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
@@ -403,7 +403,7 @@ def test_the_text_model_of_a_composite_checkpoint(tmp_path: Path) -> None:
     packed = gemma.from_pretrained(tmp_path / "plain", quantization_config=QdslConfig("q4_0"))
     packed.save_pretrained(tmp_path / "packed")
     guarded_config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    assert guarded_config == guarded(guarded_config) and guarded_config["text_config"][FIELD] == SENTENCE
+    assert guarded_config == with_guard(guarded_config) and guarded_config["text_config"][FIELD] == SENTENCE
     again = gemma.from_pretrained(tmp_path / "packed")
     ids = torch.arange(1, 9)[None]
     expected = packed(ids).logits

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.shards import ShardError
-from qdsl.core.transforms import INPUT, Transform, base_of, bases
+from qdsl.core.transforms import INPUT, Transform, base_matrices, base_of
 from qdsl.jobs.convert.run import convert
 from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError
@@ -29,7 +29,7 @@ from qdsl.models.served import Served
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.torch.transforms import Rotation, layer_transforms, transformed
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.transforms import LEAST, WHOLE, folded, rotation, sylvester_hadamard
+from qdsl.runtime.weight.transforms import LEAST, WHOLE, fold_transforms, rotation, sylvester_hadamard
 from tests.support.producer_transforms import Case, K, positive, random, recorded
 from tests.support.small_models import files, folder
 
@@ -355,13 +355,13 @@ def test_large_matrices_are_multiplied_as_factors(size: int, signs: bool) -> Non
         assert error(built(x), reference) < 1e-6
 
 
-@pytest.mark.parametrize("base", bases())
+@pytest.mark.parametrize("base", base_matrices())
 def test_bases_are_hadamard_matrices(base: int) -> None:
     """And so are their products with Sylvester's, of which large ones are multiplied as factors."""
     for transposed, size in ((False, base), (True, 8 * base)):
         own = Transform("rotate", size=size, base=base, transposed=transposed)
         matrix = rotation(own, None, None)
-        assert base_of(size) in bases()
+        assert base_of(size) in base_matrices()
         torch.testing.assert_close(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
         x = random(2, 2 * size)
         assert error(Rotation(own)(x), (x.view(2, 2, size).double() @ matrix).reshape(2, -1).float()) < 1e-6
@@ -381,8 +381,8 @@ def test_folding_is_the_inverse_of_what_producers_fuse() -> None:
     matrices = [torch.kron(torch.eye(n // own.size), rotation(own, None, None).float()) for n, own in
                 ((K, transforms[1]), (64, transforms[2]))]
     fused = matrices[1].t() @ weight * positive(K) @ matrices[0]
-    assert error(folded(fused, transforms[:2], tensors.__getitem__).float(), matrices[1].t() @ weight) < 1e-6
-    whole = folded(fused, transforms, tensors.__getitem__).float()
+    assert error(fold_transforms(fused, transforms[:2], tensors.__getitem__).float(), matrices[1].t() @ weight) < 1e-6
+    whole = fold_transforms(fused, transforms, tensors.__getitem__).float()
     modules = layer_transforms(transforms, tensors.__getitem__)
     x = random(4, K, seed=9)
     reference = transformed(modules, transformed(modules, x, INPUT) @ fused.t(), "output")

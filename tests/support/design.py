@@ -7,7 +7,7 @@ from collections.abc import Callable
 from difflib import unified_diff
 from functools import cache
 
-from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.emit.module.module import module_files
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
 from qdsl.compiler.passes import compile_spec
@@ -33,7 +33,7 @@ def _stages() -> tuple[dict[str, list[str]], str]:
             changes[name] = [line[1:] for line in lines if line.startswith("+") and not line.startswith("+++")]
             before = now
 
-    [files] = [module(compile_spec(parse(source, PAGE.name), after))]
+    [files] = [module_files(compile_spec(parse(source, PAGE.name), after))]
     [[_, printed]] = files.items()
     return changes, printed
 

@@ -124,7 +124,7 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
             if all(a.extent(n, k, sizes) is not None for stored in layout.tensors.values() for a in stored.axes) and \
-                    not layout.why_not((n, k), sizes):
+                    not layout.why_unsupported_shape((n, k), sizes):
                 yield n, k
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from qdsl.core.layout import (
     Affine,
+    FieldSlice,
     Layout,
-    Line,
-    Piece,
     RecordItem,
-    Slice,
+    RecordLine,
+    RecordPiece,
     record_pieces,
 )
 
@@ -54,11 +54,11 @@ def boundaries(layout: Layout) -> set[int]:
     return {prod(extent for extent, _ in layout.modes[:i]) for i in range(len(layout.modes) + 1)}
 
 
-def bits_of(pieces: Sequence[Piece]) -> list[tuple[tuple[int, ...], int]]:
+def bits_of(pieces: Sequence[RecordPiece]) -> list[tuple[tuple[int, ...], int]]:
     return [(piece.index, bit) for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)]
 
 
-def straddles(part: Slice, word: int) -> bool:
+def straddles(part: FieldSlice, word: int) -> bool:
     """Whether some element lies in two words."""
     starts = [part.bit(index) for index in product(*map(range, part.extents))]
     return any(at // word != (at + part.width - 1) // word for at in starts)
@@ -100,10 +100,10 @@ class Record:
     """A record that stores every bit of its fields once, and the box of elements and number of bits of each field."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[RecordLine] = []
         self.fields: dict[str, tuple[tuple[int, ...], int]] = {}
 
-    def pieces(self, field: str) -> list[Piece]:
+    def pieces(self, field: str) -> list[RecordPiece]:
         return [piece for piece in record_pieces(tuple(self.lines)) if piece.field == field]
 
 
@@ -155,7 +155,8 @@ def _part(draw: st.DrawFn, field: str, index: tuple[Affine, ...], lo: int, hi: i
 
 
 @st.composite
-def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tuple[RecordItem, tuple[str, int] | None]]) -> Line:
+def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]],
+          parts: Sequence[tuple[RecordItem, tuple[str, int] | None]]) -> RecordLine:
     """Items under the loops of their subscripts; loops over bits are written out where another item does not have them."""
     items: list[RecordItem] = []
     own = [loop for _, loop in parts if loop is not None]
@@ -172,7 +173,7 @@ def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tup
         name, extent = order[-1]
         items = [_bound(item, name, value) for value in range(extent) for item in items]
         order = order[:-1]
-    return Line(tuple(order), tuple(items))
+    return RecordLine(tuple(order), tuple(items))
 
 
 def _bound(item: RecordItem, name: str, value: int) -> RecordItem:
@@ -184,14 +185,14 @@ def _bound(item: RecordItem, name: str, value: int) -> RecordItem:
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> Slice:
+def slices(draw: st.DrawFn) -> FieldSlice:
     """A slice of up to two coordinates, wherever its elements lie."""
     dims = tuple(Layout(draw(layouts(largest=16)).modes) for _ in range(draw(st.integers(0, 2))))
-    return Slice(draw(st.integers(0, 4)), draw(st.integers(1, 17)), draw(st.integers(0, 300)), dims)
+    return FieldSlice(draw(st.integers(0, 4)), draw(st.integers(1, 17)), draw(st.integers(0, 300)), dims)
 
 
 @st.composite
-def words_of_slices(draw: st.DrawFn) -> tuple[Slice, int]:
+def words_of_slices(draw: st.DrawFn) -> tuple[FieldSlice, int]:
     """A slice whose elements are laid into words digit by digit, so that it can be cut at these words."""
     word, width = draw(st.sampled_from((6, 8, 16, 32, 64))), draw(st.integers(1, 8))
     assume(width <= word)
@@ -208,4 +209,4 @@ def words_of_slices(draw: st.DrawFn) -> tuple[Slice, int]:
             low, high = low + min(0, (extent - 1) * inside), high + max(0, (extent - 1) * inside)
             modes.append((extent, inside + word * outside))
         dims.append(Layout(tuple(modes)))
-    return Slice(0, width, start + word * draw(st.integers(0, 9)), tuple(dims)), word
+    return FieldSlice(0, width, start + word * draw(st.integers(0, 9)), tuple(dims)), word

@@ -136,7 +136,7 @@ def _shown(node: Any) -> str:
             return node.name + argument
         case g.Loop():
             return f"{node.name}<{shown(node.extent)}"
-        case g.Item():
+        case g.RecordItem():
             index = f"[{many(node.index)}]" if node.index else ""
             low = f"({shown(node.lo)})" if node.lo else ""
             part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
@@ -144,7 +144,7 @@ def _shown(node: Any) -> str:
             return f"again({text})" if node.again else text
         case g.LineGroup():
             return f"{'base3' if isinstance(node, g.Digits) else ''}({shown(node.line)})"
-        case g.Line():
+        case g.RecordLine():
             loops = "".join(f"{shown(loop)} " for loop in node.loops)
             return f"{loops[:-1]}{': ' if loops else ''}{' '.join(map(shown, node.items))}"
         case g.Axis():
@@ -189,9 +189,9 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from _calls(node, place)
         case g.FieldType():
             yield from _subscripts(node, spec)
-        case g.Item():
+        case g.RecordItem():
             yield from _parts(node)
-        case g.Shape() | g.Axis() | g.Line() | g.Digits():
+        case g.Shape() | g.Axis() | g.RecordLine() | g.Digits():
             yield from _layouts(node, spec)
         case Tensor() | StoredOperation() | Storage():
             yield from _stored(node)
@@ -199,7 +199,7 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from _declared(node)
 
 
-def _layouts(node: g.Shape | g.Axis | g.Line | g.Digits, spec: Spec) -> Iterator[Change]:
+def _layouts(node: g.Shape | g.Axis | g.RecordLine | g.Digits, spec: Spec) -> Iterator[Change]:
     """Another type or order of axes, variables, loops, items or digits; one left out, or added."""
     match node:
         case g.Shape():
@@ -207,7 +207,7 @@ def _layouts(node: g.Shape | g.Axis | g.Line | g.Digits, spec: Spec) -> Iterator
             yield from _with("axis", node, "axes", (*_exchanged(node.axes), *_dropped(node.axes)))
         case g.Axis():
             yield from _with("axis", node, "digits", _exchanged(node.digits))
-        case g.Line():
+        case g.RecordLine():
             fixed = {named.name.value for named in (*spec.params, *spec.dims)}
             read = sorted({name for item in node.fields for part in item.index for name in g.names(part)} - fixed)
             for a, b in combinations(read, 2):
@@ -288,7 +288,7 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
         return tuple(_renamed(part, names) for part in node)
     if isinstance(node, g.Name):
         return replace(node, name=names.get(node.name, node.name))
-    if isinstance(node, g.Item):
+    if isinstance(node, g.RecordItem):
         return replace(node, index=_renamed(node.index, names))
     if isinstance(node, g.LineGroup):
         return replace(node, line=replace(node.line, items=_renamed(node.line.items, names)))
@@ -381,7 +381,7 @@ def _types(kind: g.Type, spec: Spec) -> Iterator[g.Type]:
         yield from (replace(kind, name=name) for name in (*as_wide, *near) if name != word)
 
 
-def _parts(node: g.Item) -> Iterator[Change]:
+def _parts(node: g.RecordItem) -> Iterator[Change]:
     """Other bits of the same field; subscripts exchanged."""
     yield from (("subscript", replace(node, index=index)) for index in _exchanged(node.index))
     if node.part in ("lo", "hi"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.guard import with_guard
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.rules import numbers
@@ -321,7 +321,7 @@ def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plai
     dense = [name.removesuffix(".weight") for name, tensor in plain.items()
              if tensor.dim() == 2 and name.removesuffix(".weight") not in own and "embed" not in name]
     if kind.settings is None:
-        return {"config.json": guarded({**config, "quantization_config": own_settings(own, dense)})}
+        return {"config.json": with_guard({**config, "quantization_config": own_settings(own, dense)})}
     settings: dict[str, Any] = dict(kind.settings)
     ignored = {kind.ignore: dense} if kind.ignore else {}
     if kind.file == "config.json":

@@ -13,7 +13,7 @@ from math import prod
 from qdsl.compiler.ir.index import Domain, Index, flat_of, value_bounds
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
-from qdsl.core.layout import BYTE, RecordBit, record_pieces, spread
+from qdsl.core.layout import BYTE, RecordBit, record_bits, record_pieces
 
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
@@ -99,7 +99,7 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
             for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
                 before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
                 wanted[piece.at + t] = RecordBit(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
-        placed = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
+        placed = record_bits({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
         for bit, (a, b) in enumerate(zip(wanted, placed, strict=True)):
             if a != b:
                 yield f"bit {bit} of {tensor.name} is {a} in the record and {b} in the slices"

@@ -31,10 +31,10 @@ def branch_dtype(tensor: model.Tensor, params: Mapping[str, int | str]) -> torch
     return DTYPES[str(params.get(tensor.shape.type.name, tensor.shape.type.name))]
 
 
-def items_of(tensor: model.Tensor) -> list[tuple[str, g.Item, torch.dtype | None]]:
+def items_of(tensor: model.Tensor) -> list[tuple[str, g.RecordItem, torch.dtype | None]]:
     """The fields of a tensor in the order of their bits, and their dtypes where they share its words."""
     (line,) = tensor.record
-    items = [item for item in line.items if isinstance(item, g.Item) and item.field is not None]
+    items = [item for item in line.items if isinstance(item, g.RecordItem) and item.field is not None]
     assert len(items) == len(line.items)
     dtypes = [None] if len(items) == 1 else [torch.int32 if item.part == "lo" else torch.float16 for item in items]
     return [(item.field.name, item, dtype) for item, dtype in zip(items, dtypes, strict=True) if item.field is not None]

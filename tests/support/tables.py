@@ -118,8 +118,8 @@ def passes() -> list[str]:
 
 def formats() -> list[str]:
     lines = []
-    for name, path in program.modules([str(ROOT / "generated")]).items():
-        about = program.summary(program.read(path))
+    for name, path in program.program_files([str(ROOT / "generated")]).items():
+        about = program.summary(program.read_program(path))
         lines.append([f"[{name}](../specs/{name}.yaml)", about["bits"], about["title"]])
     return rows(["format", "bits per weight", "what it is"], lines)
 

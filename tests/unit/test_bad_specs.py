@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.emit.module.module import module_files
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load, parse
 from qdsl.compiler.spec.source import SpecError
@@ -36,7 +36,7 @@ storage:
 def answer(text: str) -> list[str]:
     """The lines that the compiler writes about a text; none where it compiles.  Anything but SpecError is a failure."""
     try:
-        module(compile_spec(parse(text, "bad.yaml", FOLDER)))
+        module_files(compile_spec(parse(text, "bad.yaml", FOLDER)))
     except SpecError as error:
         assert error.problems and str(error) == "\n".join(problem.render() for problem in error.problems)
         return str(error).replace("bad.yaml:", "").split("\n")

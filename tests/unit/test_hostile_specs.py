@@ -20,7 +20,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.emit.module.module import module_files
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.keys import KEYS, TENSOR_KEYS
 from qdsl.compiler.spec.schema import parse
@@ -116,7 +116,7 @@ def survives(text: str) -> bool:
     """Whether the text compiles; fails unless it does so cleanly or is refused with places inside the text."""
     try:
         with bounded():
-            files = module(compile_spec(parse(text, "hostile.yaml")))
+            files = module_files(compile_spec(parse(text, "hostile.yaml")))
     except SpecError as error:
         lines = text.split("\n")
         assert error.problems

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from qdsl.core import layout as module
 from qdsl.core.layout import (
     Affine,
-    Clash,
+    CoverageClash,
+    FieldSlice,
     Layout,
-    Line,
-    Piece,
     RecordBit,
     RecordItem,
-    Slice,
+    RecordLine,
+    RecordPiece,
     coalesce,
-    coverage,
-    gather,
+    find_clash,
+    merge_pieces,
+    record_bits,
     record_pieces,
     refine,
-    split,
-    spread,
+    split_at_words,
     strided_layout,
     vector_width,
 )
@@ -184,14 +184,14 @@ def test_an_affine_form_knows_its_coefficients() -> None:
 # -- coverage ------------------------------------------------------------------------------------------------------------
 
 
-def first_clash(pieces: Sequence[Piece], box: tuple[int, ...], bits: Sequence[int]) -> Clash | None:
+def first_clash(pieces: Sequence[RecordPiece], box: tuple[int, ...], bits: Sequence[int]) -> CoverageClash | None:
     """Every element and bit of the box in order, then whatever lies outside of it."""
     inside = list(product(product(*map(range, box)), sorted(bits)))
     outside = sorted(set(bits_of(pieces)) - set(inside))
     for index, bit in [*inside, *outside]:
         owners = tuple(p for p in pieces if p.index == index and p.lo <= bit < p.lo + p.width)
         if len(owners) != 1 or (index, bit) in outside:
-            return Clash(index, bit, owners)
+            return CoverageClash(index, bit, owners)
     return None
 
 
@@ -199,7 +199,7 @@ def first_clash(pieces: Sequence[Piece], box: tuple[int, ...], bits: Sequence[in
 @given(records())
 def test_a_record_that_stores_every_bit_once_has_no_clash(record: Record) -> None:
     for field, (box, bits) in record.fields.items():
-        assert coverage(record.pieces(field), box, range(bits)) is None
+        assert find_clash(record.pieces(field), box, range(bits)) is None
 
 
 @PROPERTY
@@ -222,15 +222,15 @@ def test_the_first_clash_of_a_broken_record_is_reported(record: Record, data: st
             pieces.insert(data.draw(st.integers(0, len(pieces))), piece)
         elif change == "element":
             index = tuple(i + by * (a == axis) for a, i in enumerate(piece.index))
-            pieces[at] = Piece(field, index, piece.lo, piece.width, piece.at, piece.line, piece.item)
+            pieces[at] = RecordPiece(field, index, piece.lo, piece.width, piece.at, piece.line, piece.item)
         elif change in ("low", "wide"):
             lo, width = piece.lo + (by if change == "low" else 0), piece.width + (change == "wide")
-            pieces[at] = Piece(field, piece.index, lo, width, piece.at, piece.line, piece.item)
+            pieces[at] = RecordPiece(field, piece.index, lo, width, piece.at, piece.line, piece.item)
         elif change == "bits":
             wanted = wanted[1:] if by < 0 else [*wanted, bits]
         elif change == "box":
             box = tuple(extent + by * (a == axis) for a, extent in enumerate(box))
-    clash = coverage(pieces, box, wanted)
+    clash = find_clash(pieces, box, wanted)
     assert clash == first_clash(pieces, box, wanted)
     complete = Counter(bits_of(pieces)) == Counter(product(product(*map(range, box)), wanted))
     assert (clash is None) == complete
@@ -244,12 +244,12 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
     j = Affine(0, (("j", 1),))
     late = Affine(4, (("j", 1),))
     scales = [
-        Line((("j", 4),), (RecordItem("s", (j,), Affine(), 6), RecordItem("s", (late,), Affine(4), 2))),
-        Line((("j", 4),), (RecordItem("m", (j,), Affine(), 6), RecordItem("m", (late,), Affine(4), 2))),
-        Line((("j", 4),), (RecordItem("s", (late,), Affine(), 4), RecordItem("m", (late,), Affine(), 4))),
+        RecordLine((("j", 4),), (RecordItem("s", (j,), Affine(), 6), RecordItem("s", (late,), Affine(4), 2))),
+        RecordLine((("j", 4),), (RecordItem("m", (j,), Affine(), 6), RecordItem("m", (late,), Affine(4), 2))),
+        RecordLine((("j", 4),), (RecordItem("s", (late,), Affine(), 4), RecordItem("m", (late,), Affine(), 4))),
     ]
     pieces = list(record_pieces(tuple(scales)))
-    slices = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
+    slices = {field: merge_pieces([piece for piece in pieces if piece.field == field]) for field in "sm"}
     assert {field: [(part.lo, part.width, str(part)) for part in parts or ()] for field, parts in slices.items()} == {
         "s": [(0, 4, "(4,2):(8,64)@0"), (4, 2, "(4,2):(8,2)@4")],
         "m": [(0, 4, "(4,2):(8,36)@32"), (4, 2, "(4,2):(8,2)@36")],
@@ -257,10 +257,10 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
 
 
 def test_a_slice_of_two_coordinates_has_a_text() -> None:
-    part = Slice(0, 4, 16, (Layout(((8, 4),)), Layout(((2, 64), (3, 256)))))
+    part = FieldSlice(0, 4, 16, (Layout(((8, 4),)), Layout(((2, 64), (3, 256)))))
     assert (str(part), part.extents, part.bit((3, 5))) == ("(8):(4) x (2,3):(64,256)@16", (8, 6), 16 + 12 + 64 + 512)
-    assert str(Slice(0, 4, 16, (Layout(), Layout(((2, 8),))))) == "(2):(8)@16"
-    assert str(Slice(0, 4, 16, ())) == "(1):(0)@16"
+    assert str(FieldSlice(0, 4, 16, (Layout(), Layout(((2, 8),))))) == "(2):(8)@16"
+    assert str(FieldSlice(0, 4, 16, ())) == "(1):(0)@16"
 
 
 @PROPERTY
@@ -268,7 +268,7 @@ def test_a_slice_of_two_coordinates_has_a_text() -> None:
 def test_gathered_slices_hold_every_bit_of_every_piece(record: Record) -> None:
     for field, (box, bits) in record.fields.items():
         pieces = record.pieces(field)
-        slices = gather(pieces)
+        slices = merge_pieces(pieces)
         assert slices is not None
         assert [bit for part in slices for bit in range(part.lo, part.lo + part.width)] == list(range(bits))
         assert {part.extents for part in slices} == {box}
@@ -284,7 +284,7 @@ def test_gathered_slices_hold_every_bit_of_every_piece(record: Record) -> None:
 def test_neighbouring_slices_lie_apart_in_some_element(record: Record) -> None:
     """So a field has no slice more than it needs."""
     for field, (box, _) in record.fields.items():
-        for low, high in pairwise(gather(record.pieces(field)) or ()):
+        for low, high in pairwise(merge_pieces(record.pieces(field)) or ()):
             assert any(high.bit(index) != low.bit(index) + low.width for index in product(*map(range, box)))
 
 
@@ -302,7 +302,7 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
              for axis, extent in enumerate(box)]
     strided = all(any(layouts_through(line)) for line in lines)
     added = all(offset + sum(line[i] for line, i in zip(lines, index, strict=True)) == at for index, at in where.items())
-    slices = gather([Piece("f", index, 0, 1, at, 0, 0) for index, at in where.items()])
+    slices = merge_pieces([RecordPiece("f", index, 0, 1, at, 0, 0) for index, at in where.items()])
     assert (slices is not None) == (strided and added)
     assert slices is None or all(slices[0].bit(index) == at for index, at in where.items())
 
@@ -313,16 +313,16 @@ def test_spread_says_what_lies_at_every_bit(record: Record) -> None:
     pieces = list(record_pieces(tuple(record.lines)))
     size = sum(piece.width for piece in pieces)
     expected = [None if p.field is None else RecordBit(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
-    assert spread({field: gather(record.pieces(field)) or () for field in record.fields}, size) == expected
+    assert record_bits({field: merge_pieces(record.pieces(field)) or () for field in record.fields}, size) == expected
 
 
 # -- digits and ranges ---------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
+def ranged(draw: st.DrawFn) -> tuple[list[RecordLine], int]:
     """Lines that store elements of 2 bits one range after the other, as bytes of base-3 digits or as bits."""
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     first = 0
     for _ in range(draw(st.integers(1, 4))):
         bytes_, digits = draw(st.integers(1, 5)), draw(st.integers(1, 5))
@@ -334,7 +334,7 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
         if draw(st.booleans()):
             items = [RecordItem(item.field, item.index, item.lo, item.width) for item in items]
             items += [RecordItem(None, (), Affine(), 8 - 2 * digits % 8)] if 2 * digits % 8 else []
-        lines.append(Line((("l", bytes_),), tuple(items)))
+        lines.append(RecordLine((("l", bytes_),), tuple(items)))
         first += bytes_ * digits
     return draw(st.permutations(lines)), first
 
@@ -342,17 +342,17 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
 def test_digits_of_a_byte_lie_at_one_bit() -> None:
     index = [(Affine(i),) for i in range(3)]
     digits = tuple(RecordItem("q", element, Affine(), 2, place, place == 2) for place, element in enumerate(index))
-    pieces = list(record_pieces((Line((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
+    pieces = list(record_pieces((RecordLine((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
     assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
 
 
 @PROPERTY
 @given(ranged())
-def test_every_element_is_in_one_range(drawn: tuple[list[Line], int]) -> None:
+def test_every_element_is_in_one_range(drawn: tuple[list[RecordLine], int]) -> None:
     """Digits at their byte and place, bits at theirs, each once; and back."""
     lines, count = drawn
     pieces = [piece for piece in record_pieces(tuple(lines)) if piece.field]
-    slices = gather(pieces)
+    slices = merge_pieces(pieces)
     assert slices is not None
     where = {piece.index[-1]: piece for piece in pieces}
     assert sorted(part.start + i for part in slices for i in range(part.extents[-1])) == list(range(count))
@@ -365,7 +365,7 @@ def test_every_element_is_in_one_range(drawn: tuple[list[Line], int]) -> None:
         taken = {bit for i in range(part.extents[-1]) for bit in range(part.bit((0, i)), part.bit((0, i)) + part.room)}
         assert part.filled == len(taken)
     size = max(piece.at for piece in pieces) + 8
-    bits = spread({"q": slices}, size)
+    bits = record_bits({"q": slices}, size)
     for piece in pieces:
         if piece.place is None:
             assert [bits[piece.at + t] for t in range(2)] == [RecordBit("q", (piece.index,), t) for t in range(2)]
@@ -376,7 +376,7 @@ def test_every_element_is_in_one_range(drawn: tuple[list[Line], int]) -> None:
 
 
 def test_a_slice_of_digits_has_a_text() -> None:
-    part = Slice(0, 2, 256, (Layout(), Layout(((16, 8), (5, 0)))), 160, (Layout(), Layout(((16, 0), (5, 1)))))
+    part = FieldSlice(0, 2, 256, (Layout(), Layout(((16, 8), (5, 0)))), 160, (Layout(), Layout(((16, 0), (5, 1)))))
     assert str(part) == "from 160: (16,5):(8,0)@256 digit (16,5):(0,1)"
     assert (part.filled, part.bit((0, 17)), part.place((0, 17))) == (128, 264, 1)
 
@@ -384,9 +384,9 @@ def test_a_slice_of_digits_has_a_text() -> None:
 # -- words ---------------------------------------------------------------------------------------------------------------
 
 
-def check_split(part: Slice, word: int) -> bool:
+def check_split(part: FieldSlice, word: int) -> bool:
     """Whether the slice was cut; where it was, every element against its word and its place there."""
-    cut = split(part, word)
+    cut = split_at_words(part, word)
     if cut is None:
         return False
     inside, words = cut
@@ -401,37 +401,37 @@ def check_split(part: Slice, word: int) -> bool:
 def test_a_digit_that_returns_to_a_word_after_several_steps_is_split(modes: tuple[tuple[int, int], ...]) -> None:
     """Its stride is no multiple of the word, and a multiple of its stride is."""
     layout = Layout(modes)
-    assert check_split(Slice(0, 4, -min(layout.first, 0), (layout,)), 8)
+    assert check_split(FieldSlice(0, 4, -min(layout.first, 0), (layout,)), 8)
 
 
 @PROPERTY
 @given(slices(), st.sampled_from((3, 6, 8, 16, 32, 64)))
-@example(Slice(0, 8, 24, ()), 8)                                # a field of one element, in a later word
-def test_a_slice_is_cut_at_words_or_not_at_all(part: Slice, word: int) -> None:
+@example(FieldSlice(0, 8, 24, ()), 8)                           # a field of one element, in a later word
+def test_a_slice_is_cut_at_words_or_not_at_all(part: FieldSlice, word: int) -> None:
     if check_split(part, word):
         assert not straddles(part, word)
 
 
 @PROPERTY
 @given(words_of_slices())
-@example((Slice(0, 4, 32, (Layout(((4, 8), (2, 36))),)), 8))     # Q4_K's mins: the second half moves four bytes and four bits
-@example((Slice(0, 4, 4, (Layout(((2, -4), (3, 8))),)), 8))      # the first element in the high bits
-def test_a_slice_that_is_laid_into_words_can_be_cut_at_them(laid: tuple[Slice, int]) -> None:
+@example((FieldSlice(0, 4, 32, (Layout(((4, 8), (2, 36))),)), 8))  # Q4_K's mins: the second half moves four bytes and four bits
+@example((FieldSlice(0, 4, 4, (Layout(((2, -4), (3, 8))),)), 8))  # the first element in the high bits
+def test_a_slice_that_is_laid_into_words_can_be_cut_at_them(laid: tuple[FieldSlice, int]) -> None:
     assert check_split(*laid)
 
 
 @PROPERTY
 @given(st.one_of(slices(), words_of_slices().map(lambda laid: laid[0])), st.integers(1, 600), st.sampled_from((16, 32, 128)))
-def test_no_wider_load_serves_a_slice(part: Slice, record: int, limit: int) -> None:
+def test_no_wider_load_serves_a_slice(part: FieldSlice, record: int, limit: int) -> None:
     serving = [width for width in (1, 2, 4, 8, 16, 32, 64, 128)
-               if width <= limit and record % width == 0 and split(part, width) is not None]
+               if width <= limit and record % width == 0 and split_at_words(part, width) is not None]
     assert vector_width(part, record, limit) == max(serving, default=None)
 
 
 @pytest.mark.parametrize("width, offset, record, wanted", [
     (4, 0, 1152, 128), (4, 0, 1088, 64), (8, 16, 272, 16), (16, 0, 528, 16), (6, 0, 192, None)])
 def test_known_loads(width: int, offset: int, record: int, wanted: int | None) -> None:
-    assert vector_width(Slice(0, width, offset, (Layout(((32, width),)),)), record) == wanted
+    assert vector_width(FieldSlice(0, width, offset, (Layout(((32, width),)),)), record) == wanted
 
 
 # -- the module ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qdsl.core.numbers import FLOATS, KNOWN_TYPES, find_number, near_type, number, round_to_f32
+from qdsl.core.numbers import FLOATS, KNOWN_TYPES, find_number, number, round_to_f32, similar_type
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.weight import numbers as runtime
 from tests.support.paths import ROOT
@@ -329,10 +329,10 @@ def test_widths_of_floats() -> None:
 
 def test_types_of_other_languages_are_told() -> None:
     """torch's names, C's and numpy's integers, other letters; the message lists every float."""
-    assert all(near_type(kind.torch) == name for name, kind in FLOATS.items() if kind.torch)
+    assert all(similar_type(kind.torch) == name for name, kind in FLOATS.items() if kind.torch)
     for bits in (2, 3, 4, 8, 16):
-        assert {near_type(text) for text in (f"uint{bits}", f"uint{bits}_t", f"U{bits}", f"ui{bits}")} == {f"u{bits}"}
-        assert {near_type(text) for text in (f"int{bits}", f"int{bits}_t", f"I{bits}", f"s{bits}")} == {f"i{bits}"}
-    assert all(near_type(name.upper()) == name and f" {name}" in KNOWN_TYPES and find_number(name) for name in FLOATS)
-    assert near_type("fp16") == near_type("half") == "f16" and near_type("e4m3fn") == near_type("fp8_e4m3fn") == "e4m3"
-    assert near_type("int64") == near_type("complex") == near_type("u17") == ""
+        assert {similar_type(text) for text in (f"uint{bits}", f"uint{bits}_t", f"U{bits}", f"ui{bits}")} == {f"u{bits}"}
+        assert {similar_type(text) for text in (f"int{bits}", f"int{bits}_t", f"I{bits}", f"s{bits}")} == {f"i{bits}"}
+    assert all(similar_type(name.upper()) == name and f" {name}" in KNOWN_TYPES and find_number(name) for name in FLOATS)
+    assert [similar_type(word) for word in ("fp16", "half", "e4m3fn", "fp8_e4m3fn")] == ["f16", "f16", "e4m3", "e4m3"]
+    assert similar_type("int64") == similar_type("complex") == similar_type("u17") == ""

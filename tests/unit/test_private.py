@@ -38,7 +38,7 @@ def use_module() -> ModuleType:
     """Write a generated module into the cache, and import it."""
     files = {"w4x.py": TEXT, "w4x.json": "{}"}
     sys.modules.pop("qdsl_loaded_w4x", None)
-    load._offer("qdsl_loaded_w4x", load._written(files), "w4x", files)
+    load._offer_import("qdsl_loaded_w4x", load._write_to_cache(files), "w4x", files)
     return import_module("qdsl_loaded_w4x")
 
 

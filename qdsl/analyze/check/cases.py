@@ -47,7 +47,7 @@ class StorageCase:
 
     def supports_shape(self, shape: Shape) -> bool:
         layout, sizes = self.layout, self.format.sizes(self.params, shape)
-        return not layout.why_not(shape, sizes) and all(
+        return not layout.why_unsupported_shape(shape, sizes) and all(
             axis.extent(*shape, sizes) is not None for stored in layout.tensors.values() for axis in stored.axes)
 
     def shapes(self, rows: Sequence[int], columns: Sequence[int]) -> Iterator[Shape]:

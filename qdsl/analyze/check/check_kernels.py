@@ -104,7 +104,7 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
     kernels = packed.layout.kernels
     rounds = candidate.kind == ANY_GPU.name or (                 # weights, numbers of tables, or x
-        kernels.matrix_unit and (kernels.rounds(dtype, packed.tensors) or packed.layout.factor))
+        kernels.matrix_unit and (kernels.rounds_tables(dtype, packed.tensors) or packed.layout.factor))
     rounded = torch.finfo(dtype).eps / 2 if rounds else 0
     bound = spread * ((packed.shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
     wrong = ~((got - wanted).abs() <= bound + torch.finfo(dtype).tiny)
@@ -136,9 +136,9 @@ def byte_perm(first: tl.tensor, second: tl.tensor | int, selectors: tl.tensor | 
     return bytes
 
 
-def main(name: str) -> None:
+def print_checks(name: str) -> None:
     """Prints a line of JSON for each check of the kernels of a spec."""
-    spec = load(places.find(name), name if Path(name).is_file() else None)
+    spec = load(places.find_spec(name), name if Path(name).is_file() else None)
     # The interpreter has no functions of NVIDIA's libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # type: ignore[attr-defined]
     codebook.permute, lanes.scaled = codebook.plain_permute, lanes.plain_scaled
@@ -148,4 +148,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print_checks(sys.argv[1])

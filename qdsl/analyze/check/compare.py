@@ -72,7 +72,7 @@ def field_spec_line(spec: Spec, storage: str, tensor: str, field: str) -> str:
     return line_of(spans[0] if spans else spec.span)
 
 
-def _items(line: grammar.Line) -> list[grammar.Item]:
+def _items(line: grammar.RecordLine) -> list[grammar.RecordItem]:
     """The items of a record's line, those of groups too."""
     return [inner for item in line.items for inner in (_items(item.line) if isinstance(item, grammar.LineGroup) else [item])]
 

@@ -20,7 +20,7 @@ from qdsl.analyze.check.stored_bits import StoredBits
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile
 from qdsl.checkpoint.files.strict_json import shown as quoted
 from qdsl.compiler.spec.model import Spec
-from qdsl.core.places import regular
+from qdsl.core.places import check_regular
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.format import Format
 
@@ -209,7 +209,7 @@ def read_golden(path: Path, names: Collection[str] | None = None) -> tuple[dict[
                 _require_names(names, file.names())
                 return ({name: file.tensor(name) for name in (file.names() if names is None else names)},
                         dict(file.header.metadata))
-        if not zipfile.is_zipfile(regular(path)):
+        if not zipfile.is_zipfile(check_regular(path)):
             raise ValueError("neither a .safetensors nor a .npz file")
         with np.load(path, allow_pickle=False) as arrays:
             _require_names(names, arrays.files)

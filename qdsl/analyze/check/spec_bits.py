@@ -91,7 +91,7 @@ def digit_fields(spec: Spec) -> set[str]:
     """Fields that some storage holds as base-3 digits."""
     return {part.field.name for storage in spec.storages for tensor in storage.tensors for line in tensor.record
             for item in line.items if isinstance(item, g.Digits) for part in item.line.items
-            if isinstance(part, g.Item) and part.field is not None}
+            if isinstance(part, g.RecordItem) and part.field is not None}
 
 
 def _stored_bits(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -175,7 +175,7 @@ def _record(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
         yield from _line_parts(spec, line, env, params)
 
 
-def _line_parts(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
+def _line_parts(spec: Spec, line: g.RecordLine, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
     names = [loop.name for loop in line.loops]
     for counters in product(*(range(evaluate(loop.extent, env)) for loop in line.loops)):
         local = {**env, **dict(zip(names, counters, strict=True))}

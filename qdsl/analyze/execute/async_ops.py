@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.machine import WARP, At, Batch, Step
+from qdsl.analyze.execute.machine import WARP, At, Step, ThreadBatch
 from qdsl.analyze.execute.memory import Indices, InFlight
 from qdsl.analyze.execute.memory_ops import check_dependent, check_in_flight, global_load, shared_store
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
@@ -62,7 +62,7 @@ def copy_async(context: Context) -> Step:
     to, of, size = context.address(0), context.address(1), _constant(context, context.operand(2))
     count = context.source(3, 32) if len(context.instruction.operands) > 3 else None
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.lanes(at)
         place = batch.shared_indices(lanes, to(batch, at), size, "a copy")
         flight = batch.copies
@@ -82,7 +82,7 @@ def _commit(flight: InFlight, lanes: Indices) -> None:
     flight.groups[lanes] += 1
 
 
-def _finish_copies(batch: Batch, lanes: Indices, most_pending: int, everything: bool) -> None:
+def _finish_copies(batch: ThreadBatch, lanes: Indices, most_pending: int, everything: bool) -> None:
     flight = batch.copies
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
@@ -98,7 +98,7 @@ def _finish_copies(batch: Batch, lanes: Indices, most_pending: int, everything: 
     flight.pending = left
 
 
-def _complete_copies(batch: Batch, flight: InFlight, pending: _PendingCopy, chosen: Indices) -> None:
+def _complete_copies(batch: ThreadBatch, flight: InFlight, pending: _PendingCopy, chosen: Indices) -> None:
     lanes, size, wait = pending.lanes[chosen], pending.size, batch.current
     batch.current = pending.instruction                          # attribute a fault to the copy
     data = np.zeros((len(lanes), size), np.uint8)
@@ -139,17 +139,17 @@ class _ProductShape:
 class _PendingProducts:
     lanes: Indices                                               # [warp groups, 128]
     group: Indices                                               # of each warp group
-    run: Callable[[Batch, Indices], None]
+    run: Callable[[ThreadBatch, Indices], None]
     marks: list[Indices]                                         # shared bytes of each warp group
     registers: frozenset[int]
 
 
 @opcode("wgmma")
-def warp_group(context: Context) -> Step:
+def warp_group_step(context: Context) -> Step:
     """Hopper's wgmma instructions, with their fences, groups and waits."""
     modifiers = context.modifiers
     if "fence" in modifiers:
-        def fence(batch: Batch, at: At) -> None:
+        def fence(batch: ThreadBatch, at: At) -> None:
             batch.whole_warps(at)
             batch.ordered[batch.warp[batch.lanes(at)]] = batch.time
         return fence
@@ -179,7 +179,7 @@ def _warp_group_product(context: Context) -> Step:
     result, fragments = (frozenset(part.slot for part in getattr(operand, "parts", ()) if isinstance(part, Register))
                          for operand in context.instruction.operands[:2])
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.whole_warps(at).reshape(-1)
         if len(lanes) % WARP_GROUP or (lanes[::WARP_GROUP] % WARP_GROUP).any():
             raise context.unknown("warps of a warp group are missing")
@@ -197,7 +197,7 @@ def _warp_group_product(context: Context) -> Step:
         words = fragment(batch, at, fragments_of_a, (len(groups), 4, WARP)) if in_registers else None
         keeps = np.broadcast_to(keep(batch, at), lanes.shape).reshape(-1, WARP_GROUP)[:, 0]
 
-        def run(batch: Batch, chosen: Indices) -> None:
+        def run(batch: ThreadBatch, chosen: Indices) -> None:
             late = batch.options.fragments and in_registers
             left = fragment(batch, groups[chosen].reshape(-1), fragments_of_a, (len(chosen) * 4, WARP)) if late else \
                 None if words is None else words[chosen].reshape(len(chosen) * 4, WARP, -1)
@@ -212,13 +212,14 @@ def _warp_group_product(context: Context) -> Step:
     return step
 
 
-def _descriptor(batch: Batch, at: At, source: Any) -> Indices:
+def _descriptor(batch: ThreadBatch, at: At, source: Any) -> Indices:
     """Descriptors of warp groups, from their first threads."""
     (words,) = broadcast(batch, at, [source(batch, at)])
     return words.reshape(-1, WARP_GROUP)[:, 0].astype(np.uint64)
 
 
-def _matrix_bytes(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _ProductShape, transposed: bool) -> Indices:
+def _matrix_bytes(batch: ThreadBatch, groups: Indices, words: Indices, rows: int, shape: _ProductShape,
+                  transposed: bool) -> Indices:
     """Shared bytes of elements [warp groups, rows, K] by matrix descriptors: the ISA's canonical layouts, swizzled."""
     size = WIDTHS[shape.kind] // 8
     per_line = 16 // size                                        # elements of 16 bytes
@@ -242,7 +243,7 @@ def _matrix_bytes(batch: Batch, groups: Indices, words: Indices, rows: int, shap
     return batch.shared_indices(lanes, address.reshape(-1), size, "a matrix operand").reshape(address.shape)
 
 
-def _multiply_operands(batch: Batch, groups: Indices, shape: _ProductShape, words: Bits | None, places: list[Indices],
+def _multiply_operands(batch: ThreadBatch, groups: Indices, shape: _ProductShape, words: Bits | None, places: list[Indices],
                        accumulators: list[Source], puts: list[Target], keep: Any) -> None:
     """Multiply the current operands, and write the accumulators."""
     at = groups.reshape(-1)
@@ -271,13 +272,13 @@ def _accumulator_places(registers: int) -> tuple[Indices, Indices]:
     return 16 * warp + lane // 4 + 8 * (number % 4 // 2), 8 * (number // 4) + 2 * (lane % 4) + number % 2
 
 
-def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
+def _matrix(batch: ThreadBatch, places: Indices, kind: str) -> Matrix:
     """Elements of shared memory at places."""
     size = WIDTHS[kind] // 8
     return word_elements(batch.shared.view(UNSIGNED[8 * size])[places // size], kind, batch.options).reshape(places.shape)
 
 
-def _finish_products(batch: Batch, lanes: Indices, most_pending: int) -> None:
+def _finish_products(batch: ThreadBatch, lanes: Indices, most_pending: int) -> None:
     """Complete the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
     flight = batch.products
     waiting = np.zeros(batch.count, bool)
@@ -300,7 +301,7 @@ def _finish_products(batch: Batch, lanes: Indices, most_pending: int) -> None:
     batch.warp_epoch[lanes] += 1
 
 
-def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[Batch, Indices], None]:
+def _some_of(run: Callable[[ThreadBatch, Indices], None], kept: Indices) -> Callable[[ThreadBatch, Indices], None]:
     return lambda batch, chosen: run(batch, kept[chosen])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.machine import At, Batch, Step
+from qdsl.analyze.execute.machine import At, Step, ThreadBatch
 from qdsl.analyze.execute.numbers import (
     ROUNDINGS,
     SIGNED,
@@ -39,7 +39,7 @@ def compare(context: Context) -> Step:
         return lambda batch, at: put(batch, at, np.where(holds(first(batch, at), second(batch, at)), true, np.uint32(0)))
     other, puts = context.source(3, 1) if combine else None, context.targets(0)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         result = holds(first(batch, at), second(batch, at))
         for put, value in zip(puts, (result, ~result), strict=False):
             put(batch, at, value if combine is None or other is None else combine(value, other(batch, at)))
@@ -106,7 +106,7 @@ def convert(context: Context) -> Step:
     width = getattr(register, "bits", 32)
     read = context.source(1, bits_of)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         value = function(read(batch, at))
         if 8 * value.dtype.itemsize < width:                     # a narrow result in a wide register keeps its sign
             value = value.astype(SIGNED[width] if value.dtype.kind == "i" else UNSIGNED[width])
@@ -151,7 +151,7 @@ def _convert_pair(context: Context, to: str, of: str) -> Step:
     if of == "f32":
         high, low = context.source(1, 32), context.source(2, 32)
 
-        def two(batch: Batch, at: At) -> None:
+        def two(batch: ThreadBatch, at: At) -> None:
             values = broadcast(batch, at, [low(batch, at), high(batch, at)])
             put(batch, at, joined(coded(decode(np.stack(values, 1), "f32")), to))
         return two

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 from qdsl.analyze.execute.ptx import ExecutionError, Instruction, Program
-from qdsl.analyze.execute.races import Clocks, ShadowMemory, Threads, is_ordered_in_program
+from qdsl.analyze.execute.races import AccessingThreads, Clocks, ShadowMemory, is_ordered_in_program
 
 WARP = 32
 At = Indices | None                                              # executing threads; None is all
-Step = Callable[["Batch", At], None]
+Step = Callable[["ThreadBatch", At], None]
 FINDINGS = 100                                                   # the most per run
 
 
@@ -64,7 +64,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Log:
+class RunLog:
     """The results of a run: findings, one per kind and instruction, and counts over all batches."""
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
@@ -78,12 +78,12 @@ class Log:
             self.findings.setdefault((finding.kind, finding.instruction), finding)
 
 
-class Batch:
+class ThreadBatch:
     """The threads of some programs of a grid."""
 
     def __init__(self, program: Program, steps: Sequence[Step], memory: GlobalMemory, values: dict[str, bytes],
                  grid: tuple[int, int, int], programs: Sequence[int], warps: int, shared: int, options: Options, clocks: Clocks,
-                 log: Log, state: dict[int, ShadowMemory]) -> None:
+                 log: RunLog, state: dict[int, ShadowMemory]) -> None:
         self.program, self.steps, self.memory, self.values = program, steps, memory, values
         self.grid, self.options, self.clocks, self.log, self.global_shadows = grid, options, clocks, log, state
         self.per_program = WARP * warps
@@ -151,9 +151,9 @@ class Batch:
         """Whether the previous launch has ended for threads: they waited for it, or another thread did before a barrier."""
         return self.waited[lanes] | (self.epoch[lanes] > self.wait_epoch[self.row[lanes]])
 
-    def who(self, lanes: Indices) -> Threads:
+    def who(self, lanes: Indices) -> AccessingThreads:
         """These threads as race detection compares them: program, thread, and barriers passed."""
-        return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
+        return AccessingThreads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
 
     def report(self, kind: str, message: str, lane: int) -> None:
         """Note a finding of a thread of the batch at the current instruction."""
@@ -274,7 +274,7 @@ class Batch:
 class _Scheduler:
     """Chooses the threads to run next; executes branches, exits and barriers itself."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: ThreadBatch) -> None:
         self.batch = batch
         self.counter = np.zeros(batch.count, np.int64)           # the next instruction of each thread
         self.alive = np.ones(batch.count, bool)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.machine import WARP, At, Batch, Step
+from qdsl.analyze.execute.machine import WARP, At, Step, ThreadBatch
 from qdsl.analyze.execute.memory import Allocation, Indices
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, decode, encode, is_float
 from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, split_pairs
@@ -32,7 +32,7 @@ def load(context: Context) -> Step:
     if {"local", "const"} & modifiers:
         raise context.unknown("its state space is not known")
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes, place = batch.lanes(at), address(batch, at)
         data = np.ascontiguousarray(read(batch, lanes, place, size)).view(UNSIGNED[bits]).reshape(len(lanes), len(puts))
         for column, (put, width) in enumerate(zip(puts, widths, strict=True)):
@@ -54,7 +54,7 @@ def _load_parameter(context: Context, bits: int) -> Step:
         raise context.unknown(f"no parameter '{operand.base.name}'")
     name, first, puts = operand.base.name, operand.offset, context.targets(0)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         for number, put in enumerate(puts):
             start = first + number * bits // 8
             value = np.frombuffer(batch.values[name][start:start + bits // 8], UNSIGNED[bits])
@@ -72,7 +72,7 @@ def store(context: Context) -> Step:
         raise context.unknown("its state space is not known")
     write = shared_store if "shared" in modifiers else global_store
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes, place = batch.lanes(at), address(batch, at)
         values = broadcast(batch, at, [source(batch, at) for source in sources])
         data = values[0][:, None] if len(values) == 1 else np.stack(values, 1)
@@ -85,7 +85,7 @@ def store(context: Context) -> Step:
 # -- shared memory -------------------------------------------------------------------------------------------------------
 
 
-def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
+def shared_load(batch: ThreadBatch, lanes: Indices, address: Indices, size: int) -> Bits:
     """Bytes as rows of words.  Raises Fault."""
     place = batch.shared_indices(lanes, address, size, "a load")
     batch.check_shared_access(lanes, place, size)
@@ -98,7 +98,7 @@ def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
     return rows
 
 
-def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> None:
+def shared_store(batch: ThreadBatch, lanes: Indices, address: Indices, data: Bits) -> None:
     """Store rows of bytes.  Raises Fault."""
     size = data.shape[1]
     place = batch.shared_indices(lanes, address, size, "a store")
@@ -113,7 +113,7 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
         batch.report("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(overwritten)[0])]))
 
 
-def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
+def check_in_flight(batch: ThreadBatch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
     """Note accesses of bytes that an asynchronous copy will write, and writes of bytes that an MMA will read."""
     for title, flight in (("copies", batch.copies), ("products", batch.products))[:1 if verb == "reads" else 2]:
         if batch.options.asynchronous and flight.pending and (hit := flight.touches(place, size)).any():
@@ -124,7 +124,7 @@ def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, ver
 # -- global memory -------------------------------------------------------------------------------------------------------
 
 
-def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
+def global_load(batch: ThreadBatch, lanes: Indices, address: Indices, size: int) -> Bits:
     """Bytes as rows of words.  Raises Fault."""
     if batch.options.counts:
         count_sectors(batch, lanes, address, size, "load")
@@ -139,7 +139,7 @@ def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
     return out
 
 
-def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> None:
+def global_store(batch: ThreadBatch, lanes: Indices, address: Indices, data: Bits) -> None:
     """Store rows of bytes.  Raises Fault."""
     size = data.shape[1]
     if batch.options.counts:
@@ -152,7 +152,7 @@ def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
         words[index] = rows.view(words.dtype)
 
 
-def _check_global_access(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
+def _check_global_access(batch: ThreadBatch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
                          data: Bits | None = None) -> None:
     """Check an access against earlier ones.  data: the bytes to write."""
     write = data is not None
@@ -180,7 +180,8 @@ def _ones(words: Bits) -> Any:
     return words.dtype.type(int.from_bytes(bytes([1]) * words.itemsize))
 
 
-def _check_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, data: Bits | None) -> None:
+def _check_race(batch: ThreadBatch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
+                data: Bits | None) -> None:
     granule = batch.program.granules["global"]
     shadow = batch.global_shadows.get(allocation.start)
     if shadow is None:
@@ -200,7 +201,7 @@ def _check_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: In
                      "with nothing that orders it after another thread's access", int(lanes[which]))
 
 
-def check_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
+def check_dependent(batch: ThreadBatch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
     """Note a store before the wait for the previous launch, or a load of data that the previous launch writes."""
     early = ~batch.has_waited(lanes)
     if not write:
@@ -214,7 +215,7 @@ def check_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset
 # -- counts ----------------------------------------------------------------------------------------------------------------
 
 
-def _group_by_warp(batch: Batch, lanes: Indices, values: Indices) -> Indices:
+def _group_by_warp(batch: ThreadBatch, lanes: Indices, values: Indices) -> Indices:
     """Values as [warps, 32 * columns]; inactive lanes repeat an active one."""
     warp = batch.warp[lanes]
     first = np.r_[True, warp[1:] != warp[:-1]]
@@ -230,7 +231,7 @@ def _distinct(table: Indices) -> Indices:
     return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
 
 
-def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
+def count_sectors(batch: ThreadBatch, lanes: Indices, address: Indices, size: int, what: str) -> None:
     """Count the 32-byte sectors of global memory that a warp's request touches."""
     counts = batch.log.memory
     sectors = _distinct(_group_by_warp(batch, lanes, (address // SECTOR)[:, None]))
@@ -239,7 +240,7 @@ def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, wha
     counts[f"{what} bytes"] += len(lanes) * size
 
 
-def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
+def count_banks(batch: ThreadBatch, lanes: Indices, address: Indices, size: int, what: str) -> None:
     """Count passes over shared memory: the number of different words in a bank, by quarters of a warp for 16-byte accesses."""
     words = (address // 4)[:, None] + np.arange(max(1, size // 4))
     table = _group_by_warp(batch, lanes, words).reshape(-1, WARP, words.shape[1])
@@ -260,13 +261,13 @@ def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what:
 # -- atomics and fences ----------------------------------------------------------------------------------------------------
 
 
-def _release(batch: Batch, lanes: Indices, address: Indices, epoch: Indices) -> None:
+def _release(batch: ThreadBatch, lanes: Indices, address: Indices, epoch: Indices) -> None:
     """Publish the order of a program's earlier accesses at an address, for programs that acquire it there."""
     for lane, place, before in zip(lanes.tolist(), address.tolist(), epoch.tolist(), strict=True):
         batch.clocks.release(place, int(batch.number[lane]), int(batch.thread[lane]), before)
 
 
-def _acquire(batch: Batch, lanes: Indices, address: Indices) -> None:
+def _acquire(batch: ThreadBatch, lanes: Indices, address: Indices) -> None:
     for lane, place in zip(lanes.tolist(), address.tolist(), strict=True):
         batch.clocks.acquire(place, int(batch.number[lane]), int(batch.thread[lane]), int(batch.epoch[lane]))
 
@@ -289,7 +290,7 @@ def atomic(context: Context) -> Step:
     orders = not is_shared and "cta" not in modifiers            # programs
     acquire, release = bool({"acquire", "acq_rel"} & modifiers), bool({"release", "acq_rel"} & modifiers)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes, place = batch.lanes(at), address(batch, at)
         parts = [broadcast(batch, at, [source(batch, at) for source in part]) for part in zip(*vectors, strict=True)]
         results = np.zeros((len(parts), len(lanes)), UNSIGNED[8 * size])
@@ -334,7 +335,7 @@ def _atomic_function(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
     return combine
 
 
-def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
+def _atomic_word(batch: ThreadBatch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
     """Memory as words, and the index of the word that a thread's atomic changes.  Raises Fault."""
     if is_shared:
         place = batch.shared_indices(lane, address, size, "an atomic")
@@ -357,7 +358,7 @@ def prefetch(context: Context) -> Step:
     if "global" not in context.modifiers:
         return lambda batch, at: None
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         batch.memory.locate_accesses(address(batch, at), 1, "a prefetch")
     return step
 
@@ -369,13 +370,13 @@ def fence(context: Context) -> Step:
         if "async" not in context.modifiers:
             raise context.unknown()
 
-        def proxy(batch: Batch, at: At) -> None:
+        def proxy(batch: ThreadBatch, at: At) -> None:
             batch.fences[batch.lanes(at)] += 1
         return proxy
     if "cta" in context.modifiers:
         return lambda batch, at: None
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.lanes(at)
         batch.fenced[lanes] = batch.epoch[lanes]
         done = lanes[batch.relaxed[lanes] >= 0]
@@ -390,7 +391,7 @@ def dependent_launch(context: Context) -> Step:
     if "wait" not in context.modifiers:
         return lambda batch, at: None
 
-    def wait(batch: Batch, at: At) -> None:
+    def wait(batch: ThreadBatch, at: At) -> None:
         lanes = batch.lanes(at)
         batch.waited[lanes] = True
         np.minimum.at(batch.wait_epoch, batch.row[lanes], batch.epoch[lanes])

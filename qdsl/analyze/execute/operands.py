@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qdsl.analyze.execute import ptx
-from qdsl.analyze.execute.machine import At, Batch, Step
+from qdsl.analyze.execute.machine import At, Step, ThreadBatch
 from qdsl.analyze.execute.memory import Indices
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 
-Source = Callable[[Batch, At], Bits]
-Target = Callable[[Batch, At, Bits], None]
+Source = Callable[[ThreadBatch, At], Bits]
+Target = Callable[[ThreadBatch, At, Bits], None]
 Maker = Callable[["Context"], Step]
 _TYPE = re.compile(r"(?:pred|bf16x2|bf16|f16x2|[us]16x2|f32x2|tf32|e4m3x2|e5m2x2|e4m3|e5m2|[busf](?:8|16|32|64|128))")
 MAKERS: dict[str, Maker] = {}
@@ -118,7 +118,7 @@ class Context:
         operand = self.operand(place)
         return [self.source(part, bits) for part in (operand.parts if isinstance(operand, ptx.Vector) else (operand,))]
 
-    def address(self, place: int) -> Callable[[Batch, At], Indices]:
+    def address(self, place: int) -> Callable[[ThreadBatch, At], Indices]:
         """Reads [base + offset] as int64."""
         operand = self.operand(place)
         if not isinstance(operand, ptx.Address):
@@ -127,7 +127,7 @@ class Context:
         read = self.source(base, base.bits if isinstance(base, ptx.Register) else 64)
         offset = operand.offset
 
-        def addresses(batch: Batch, at: At) -> Indices:
+        def addresses(batch: ThreadBatch, at: At) -> Indices:
             (value,) = broadcast(batch, at, [read(batch, at)])
             return value.astype(np.int64) + offset
         return addresses
@@ -143,7 +143,7 @@ class Context:
             raise self.unknown("the first operand is no register")
         slot, dtype = operand.slot, (np.dtype(bool) if operand.bits == 1 else UNSIGNED[operand.bits])
 
-        def put(batch: Batch, at: At, value: Bits) -> None:
+        def put(batch: ThreadBatch, at: At, value: Bits) -> None:
             if value.dtype != dtype:
                 same = value.dtype.itemsize == dtype.itemsize and value.dtype != bool
                 value = value.view(dtype) if same else value.astype(dtype)
@@ -175,7 +175,7 @@ def _make_step(instruction: ptx.Instruction, program: ptx.Program) -> Step:
     return MAKERS[instruction.name](context)
 
 
-def _scheduled(batch: Batch, at: At) -> None:
+def _scheduled(batch: ThreadBatch, at: At) -> None:
     """Does nothing: the scheduler executes these instructions."""
 
 
@@ -196,7 +196,7 @@ def element(kind: str) -> str:
     return kind.removesuffix("x2")
 
 
-def broadcast(batch: Batch, at: At, values: Sequence[Bits]) -> list[Bits]:
+def broadcast(batch: ThreadBatch, at: At, values: Sequence[Bits]) -> list[Bits]:
     """Values of all threads, also where one is a constant."""
     count = batch.count if at is None else len(at)
     return [value if len(value) == count else np.repeat(value, count) for value in values]

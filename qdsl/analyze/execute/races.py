@@ -17,7 +17,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
+class AccessingThreads:
     """Accessing threads: number of the program in the grid, thread in it, barriers passed by it and by its warp."""
 
     program: Indices
@@ -25,9 +25,9 @@ class Threads:
     epoch: Indices
     warp_epoch: Indices
 
-    def repeated(self, times: int) -> Threads:
+    def repeated(self, times: int) -> AccessingThreads:
         """Each thread several times, for accesses of several granules."""
-        return self if times == 1 else Threads(*(np.repeat(part, times) for part in (
+        return self if times == 1 else AccessingThreads(*(np.repeat(part, times) for part in (
             self.program, self.thread, self.epoch, self.warp_epoch)))
 
 
@@ -41,7 +41,7 @@ class ShadowMemory:
         self.writer = _LastAccesses(granules)
         self.readers = (_LastAccesses(granules), _LastAccesses(granules))
 
-    def record_read(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
+    def record_read(self, place: Indices, who: AccessingThreads, ordered: Ordered) -> Flags:
         """Record a read; returns whether an earlier write is unordered."""
         race = self.writer.unordered(place, who, ordered)
         last, other = self.readers
@@ -54,7 +54,7 @@ class ShadowMemory:
         last.mark(place, who)
         return race
 
-    def record_write(self, place: Indices, who: Threads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
+    def record_write(self, place: Indices, who: AccessingThreads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
         """Record a write; returns whether it changes the granule while an earlier access is unordered.
 
         A write that changes nothing is no race: compilers let threads with equal values store them.
@@ -75,7 +75,7 @@ class _LastAccess:
     warp_epoch: NDArray[np.int32]
 
 
-Ordered = Callable[[_LastAccess, Threads], Flags]
+Ordered = Callable[[_LastAccess, AccessingThreads], Flags]
 
 
 class _LastAccesses:
@@ -88,11 +88,11 @@ class _LastAccesses:
     def at(self, place: Indices) -> _LastAccess:
         return _LastAccess(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
 
-    def unordered(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
+    def unordered(self, place: Indices, who: AccessingThreads, ordered: Ordered) -> Flags:
         """Whether the access of each granule is not ordered before the threads' current one."""
         return np.zeros(len(place), bool) if (self.thread[place] < 0).all() else ~ordered(self.at(place), who)
 
-    def mark(self, place: Indices, who: Threads) -> None:
+    def mark(self, place: Indices, who: AccessingThreads) -> None:
         self.program[place], self.thread[place] = who.program, who.thread
         self.epoch[place], self.warp_epoch[place] = who.epoch, who.warp_epoch
 
@@ -101,7 +101,7 @@ class _LastAccesses:
             getattr(self, name)[place] = getattr(of, name)[place]
 
 
-def is_ordered_in_program(before: _LastAccess, who: Threads) -> Flags:
+def is_ordered_in_program(before: _LastAccess, who: AccessingThreads) -> Flags:
     """Whether an access of the same program came before, by a barrier, a barrier of the warp, or in the same thread."""
     same_warp = before.thread // 32 == who.thread // 32
     return ((before.thread < 0) | (before.epoch < who.epoch) | (before.thread == who.thread)
@@ -131,7 +131,7 @@ class Clocks:
             if q != program and mine.get(q, (-1, 0, 0, 0))[0] < e:
                 mine[q] = (e, t, epoch, thread)
 
-    def is_ordered(self, before: _LastAccess, who: Threads) -> Flags:
+    def is_ordered(self, before: _LastAccess, who: AccessingThreads) -> Flags:
         """Whether an access is ordered before the current one, from any program."""
         fine = (before.thread < 0) | (before.program == who.program) & is_ordered_in_program(before, who)
         for place in np.flatnonzero(~fine & (before.program != who.program)):

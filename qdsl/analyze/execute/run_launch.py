@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qdsl.analyze.compile import compile_with_triton, runtime_values, specialize_arguments
 from qdsl.analyze.execute import async_ops, conversion_ops, memory_ops, thread_ops, warp_ops
-from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
+from qdsl.analyze.execute.machine import WARP, Finding, Options, RunLog, ThreadBatch
 from qdsl.analyze.execute.memory import GlobalMemory
 from qdsl.analyze.execute.operands import steps_of
 from qdsl.analyze.execute.ptx import ExecutionError, Program, parse
@@ -94,11 +94,11 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
         numbers.reverse()
     elif isinstance(options.order, int):
         np.random.default_rng(options.order).shuffle(numbers)
-    log, clocks, state = Log(), Clocks(), dict[int, ShadowMemory]()
+    log, clocks, state = RunLog(), Clocks(), dict[int, ShadowMemory]()
     size = max(1, THREADS // (WARP * warps))
     for start in range(0, len(numbers), size):
         some = numbers[start:start + size]
-        Batch(program, steps, memory, values, (x, y, z), some, warps, shared, options, clocks, log, state).run()
+        ThreadBatch(program, steps, memory, values, (x, y, z), some, warps, shared, options, clocks, log, state).run()
     if programs is None:
         for name, place, text in memory.badly_stored_outputs():
             log.add(Finding("stores", f"element {place} of '{name}' was {text}", name, ""))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qdsl.analyze.execute import numbers
-from qdsl.analyze.execute.machine import At, Batch, Step
+from qdsl.analyze.execute.machine import At, Step, ThreadBatch
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, Floats, decode, encode, flushed, is_float
 from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, split_pairs
 from qdsl.analyze.execute.ptx import Vector, type_bits
@@ -26,7 +26,7 @@ def mov(context: Context) -> Step:
         value, parts = context.source(1, bits), context.targets(0)
         width = bits // len(parts)
 
-        def unpack(batch: Batch, at: At) -> None:
+        def unpack(batch: ThreadBatch, at: At) -> None:
             flush_and_round = value(batch, at)
             for place, put in enumerate(parts):
                 put(batch, at, (flush_and_round >> UNSIGNED[bits].type(width * place)).astype(UNSIGNED[width]))
@@ -34,7 +34,7 @@ def mov(context: Context) -> Step:
     if isinstance(of, Vector):
         sources, put = context.sources(1, bits // len(of.parts)), context.target()
 
-        def pack(batch: Batch, at: At) -> None:
+        def pack(batch: ThreadBatch, at: At) -> None:
             values = broadcast(batch, at, [source(batch, at) for source in sources])
             put(batch, at, np.stack(values, 1).view(UNSIGNED[bits])[:, 0])
         return pack
@@ -308,7 +308,7 @@ def _carry_step(context: Context, carry_in: bool) -> Step:
     a, b, put = context.source(1, 32), context.source(2, 32), context.target()
     minus, out = context.instruction.name.startswith("sub"), "cc" in context.modifiers
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         carry = (batch.carry if at is None else batch.carry[at]).astype(np.int64) if carry_in else np.int64(0)
         left, right = (source(batch, at).astype(np.int64) for source in (a, b))
         total = left - right - carry if minus else left + right + carry

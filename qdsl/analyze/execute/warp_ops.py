@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.analyze.execute.machine import WARP, At, Batch, Options, Step
+from qdsl.analyze.execute.machine import WARP, At, Options, Step, ThreadBatch
 from qdsl.analyze.execute.memory_ops import shared_load, shared_store
 from qdsl.analyze.execute.numbers import SIGNED, TABLES, UNSIGNED, Bits, decode, encode, flushed
 from qdsl.analyze.execute.operands import Context, Source, broadcast, opcode
@@ -26,14 +26,14 @@ def warp_barrier(context: Context) -> Step:
         raise context.unknown()
     mask = context.source(0, 32)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         check_members(batch, at, mask(batch, at))
         lanes = batch.lanes(at)
         batch.warp_epoch[lanes] = batch.warp_epoch.reshape(-1, WARP).max(1)[batch.warp[lanes]] + 1
     return step
 
 
-def check_members(batch: Batch, at: At, mask: Bits) -> None:
+def check_members(batch: ThreadBatch, at: At, mask: Bits) -> None:
     """Raises ExecutionError unless every lane in a mask executes this instruction."""
     lanes = batch.lanes(at)
     named = np.zeros((batch.count // WARP, WARP), bool)
@@ -55,7 +55,7 @@ def shuffle(context: Context) -> Step:
     value, by, clamp, mask = (context.source(place, 32) for place in (1, 2, 3, 4))
     puts = context.targets(0)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         check_members(batch, at, mask(batch, at))
         lanes = batch.lanes(at)
         lane = batch.lane[lanes]
@@ -84,7 +84,7 @@ def vote(context: Context) -> Step:
     negated = None if active else context.source(1, 1)
     put, kind = context.target(), context.modifiers
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.lanes(at)
         if not active:
             check_members(batch, at, context.source(2, 32)(batch, at))
@@ -112,7 +112,7 @@ def reduce(context: Context) -> Step:
         raise context.unknown()
     value, put, signed = context.source(1, 32), context.target(), context.kind[0] == "s"
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         warps = batch.whole_warps(at)
         (bits,) = broadcast(batch, at, [value(batch, at)])
         table = bits.view(np.int32 if signed else np.uint32).reshape(warps.shape)
@@ -182,7 +182,7 @@ def mma_sync(context: Context) -> Step:
     a, b, c = (context.sources(place, 32) for place in (1, 2, 3))
     puts = context.targets(0)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         warps = len(batch.whole_warps(at))
         left = a_tile(fragment(batch, at, a, (warps, WARP)), kind_a, k, batch.options)
         right = b_tile(fragment(batch, at, b, (warps, WARP)), kind_b, k, batch.options)
@@ -196,7 +196,7 @@ def mma_sync(context: Context) -> Step:
     return step
 
 
-def fragment(batch: Batch, at: At, sources: list[Source], shape: tuple[int, ...]) -> Bits:
+def fragment(batch: ThreadBatch, at: At, sources: list[Source], shape: tuple[int, ...]) -> Bits:
     """Registers of lanes as [*shape, registers]."""
     values = broadcast(batch, at, [source(batch, at) for source in sources])
     return np.stack([value.reshape(shape) for value in values], -1)
@@ -239,7 +239,7 @@ def load_matrices(context: Context) -> Step:
     count, transposed = _matrix_count(context), "trans" in context.modifiers
     puts, address = context.targets(0), context.address(1)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.whole_warps(at)
         place = address(batch, at).reshape(lanes.shape)
         for number, put in enumerate(puts[:count]):
@@ -257,7 +257,7 @@ def store_matrices(context: Context) -> Step:
     count, transposed = _matrix_count(context), "trans" in context.modifiers
     sources, address = context.sources(1, 32), context.address(0)
 
-    def step(batch: Batch, at: At) -> None:
+    def step(batch: ThreadBatch, at: At) -> None:
         lanes = batch.whole_warps(at)
         place = address(batch, at).reshape(lanes.shape)
         for number, value in enumerate(broadcast(batch, at, [source(batch, at) for source in sources[:count]])):

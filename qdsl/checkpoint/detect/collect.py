@@ -12,7 +12,7 @@ from qdsl.checkpoint.detect.header_claims import HeaderClaims, scale_markers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.tensor_names import TensorNames
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import START_BYTES, in_bytes, shown, torch_name
+from qdsl.checkpoint.files.safetensors import START_BYTES, as_byte_entry, shown, torch_name
 from qdsl.checkpoint.files.strict_json import strict_object
 from qdsl.core.stored import Description, TensorInfo
 
@@ -37,7 +37,7 @@ class Module:
     is_complete: bool = True
 
 
-class Collector:
+class ModuleReader:
     """Reads headers and small tensors of a folder's modules, for detection of formats."""
 
     def __init__(self, folder: Folder, formats: Sequence[Description]) -> None:
@@ -85,7 +85,8 @@ class Collector:
 
         Without empty tensors that a storage may lack: gptqmodel's g_idx of no columns stands for those in order.
         """
-        entries = {leaf: in_bytes(self.folder.entry(full)) for leaf, full in tensors.items() if not self.is_empty(leaf, full)}
+        entries = {leaf: as_byte_entry(self.folder.entry(full)) for leaf, full in tensors.items()
+                   if not self.is_empty(leaf, full)}
         dtypes = {leaf: "I64" if leaf in self.shape_tensors and entry.dtype == "I32" else
                   "I32" if leaf in self.indices and entry.dtype == "I64" else entry.dtype for leaf, entry in entries.items()}
         return {leaf: TensorInfo(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}

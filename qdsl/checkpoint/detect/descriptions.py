@@ -9,8 +9,8 @@ from typing import Any
 
 import qdsl.generated
 from qdsl.checkpoint.detect.producers import Producers, producers
-from qdsl.core.producer import Producer, check
-from qdsl.core.program import description, modules, read
+from qdsl.core.producer import Producer, check_references
+from qdsl.core.program import program_description, program_files, read_program
 from qdsl.core.stored import Description, Stored
 
 Variants = Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
@@ -30,19 +30,20 @@ def description_of(format: str) -> Description:
 
 def program_of(format: str) -> dict[str, Any]:
     """The whole program of a format, with storages that files do not have."""
-    return read(modules(qdsl.generated.__path__)[format])
+    return read_program(program_files(qdsl.generated.__path__)[format])
 
 
 @cache
 def _shipped() -> tuple[Description, ...]:
     """The formats without producers' rules."""
-    return tuple(description(read(path, in_files=True), in_files=True) for path in modules(qdsl.generated.__path__).values())
+    paths = program_files(qdsl.generated.__path__).values()
+    return tuple(program_description(read_program(path, in_files=True), in_files=True) for path in paths)
 
 
 @cache
 def _with_producers(registry: Producers) -> tuple[Description, ...]:
     for producer in registry.every:
-        check(producer, _shipped())
+        check_references(producer, _shipped())
     return tuple(replace(format, detect={**registry.rules(format.name), **format.detect},
                          variants=_renamed(format, registry.every)) for format in _shipped())
 
@@ -60,6 +61,6 @@ def _renamed(format: Description, every: Sequence[Producer]) -> Variants:
     def axis(storage: str, tensor: str) -> int | None:
         return next((own[storage][tensor] for own in shorter if tensor in own.get(storage, {})), None)
 
-    return {key: {storage: {tensor: stored.called(aliases(storage, tensor), axis(storage, tensor))
+    return {key: {storage: {tensor: stored.with_aliases(aliases(storage, tensor), axis(storage, tensor))
                             for tensor, stored in layout.items()}
                   for storage, layout in storages.items()} for key, storages in format.variants.items()}

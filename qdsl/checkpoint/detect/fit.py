@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qdsl.checkpoint.detect.header_claims import flat
-from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, content_error, from_tensors, is_block, readings, same
+from qdsl.checkpoint.detect.header_claims import flatten_settings
+from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, content_error, from_tensors, is_block, is_same, readings
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
-from qdsl.core.shapes import granule, is_unlisted, shared_blocks
-from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
+from qdsl.core.shapes import is_unlisted, shared_blocks, slicing_step
+from qdsl.core.stored import OF_X, Description, LayoutMismatch, StorageFit, TensorInfo, element_dtype, match_names, storage_fits
 
 CLAIMED = 100                                                    # LayoutMismatch.reached if a tensor itself names the format
 EXTENT = 2                                                       # of a length that does not divide an axis
@@ -31,7 +31,7 @@ class Candidate:
     """One interpretation of a module's tensors."""
 
     format: Description
-    fit: Fit
+    fit: StorageFit
     experts: int | None
 
     @property
@@ -133,11 +133,11 @@ def candidates_of(format: Description, evidence: Evidence, storage: str | None =
         return _through_experts(format, entries, shape, experts, params)
     if evidence.claims is None:
         return _with_unlisted(format, entries, shape, storage, params, evidence.lengths.get(format.name, ()))
-    return _claimed(format, entries, shape, params, evidence.claims)
+    return _candidates_of_claims(format, entries, shape, params, evidence.claims)
 
 
-def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
-             params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
+def _candidates_of_claims(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+                          params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
     """The candidates of a format that agree with a header's claims.  Raises LayoutMismatch."""
     allowed: list[Candidate] = []
     nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
@@ -146,7 +146,7 @@ def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
         whole = [extent for extent in extents if type(extent) is int and extent >= 0]
         try:
             whole_shape = (whole[0], whole[1]) if len(whole) == 2 else shape
-            fit = _fitting(format, entries, whole_shape, reading.storage or None, params)
+            fit = _all_candidates(format, entries, whole_shape, reading.storage or None, params)
         except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
@@ -172,7 +172,7 @@ def _agrees(candidate: Candidate, reading: Reading) -> bool:
 
 def claims_text(claims: Mapping[str, Any]) -> str:
     """A header's claims about a weight, in a few words."""
-    plain = {key: value for key, value in flat(claims).items() if isinstance(value, int | str)
+    plain = {key: value for key, value in flatten_settings(claims).items() if isinstance(value, int | str)
              or (isinstance(value, list) and all(isinstance(number, int) for number in value))}
     return ", ".join(f"{key} = {str(value)[:60]}" for key, value in list(plain.items())[:8])
 
@@ -189,7 +189,7 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
         claims = [(settings, reading) for settings in configs
                   for reading in readings(format.detect.get("config"), list(format.params), settings)]
         storages = {reading.storage or None for _, reading in claims}
-        foreign = [reading for settings, reading in claims if not same(settings.get("quant_method"), OWN)]
+        foreign = [reading for settings, reading in claims if not is_same(settings.get("quant_method"), OWN)]
         if evidence.claims is None and not storages and (is_foreign or not _has_names(format, evidence.entries)):
             continue
         tensor_rules = format.detect.get("tensors", {})
@@ -199,8 +199,8 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
             try:
                 candidates_of(format, evidence, storage)
             except LayoutMismatch as miss:
-                misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
-        misses += [Miss(is_claimed, _nearness(format, evidence.entries), miss)
+                misses.append(Miss(is_claimed, _count_matching(format, evidence.entries), miss))
+        misses += [Miss(is_claimed, _count_matching(format, evidence.entries), miss)
                    for miss in _stated_misses(format, evidence, foreign)]
     nearest = max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason)))
     as_near = dict.fromkeys(str(miss.reason) for miss in misses if miss.rank == nearest.rank)
@@ -214,19 +214,19 @@ def _stated_misses(format: Description, evidence: Evidence, foreign: Sequence[Re
         params = {name: value for name, value in reading.values.items() if value in format.params.get(name, ())}
         if params:
             try:
-                _fitting(format, evidence.entries, shape, reading.storage or None, params)
+                _all_candidates(format, evidence.entries, shape, reading.storage or None, params)
             except LayoutMismatch as miss:
                 yield miss
 
 
-def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
-             params: Mapping[str, int | str]) -> list[Candidate]:
+def _all_candidates(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
+                    params: Mapping[str, int | str]) -> list[Candidate]:
     """All candidates of a format, as one weight or as experts.  Raises LayoutMismatch."""
     for experts in _expert_counts(format, entries):
         with suppress(LayoutMismatch):
-            return [Candidate(format, fit, experts) for fit in fits(format, {
-                leaf: _of_one(entry, experts) for leaf, entry in entries.items()}, shape, storage, params)]
-    return [Candidate(format, fit, None) for fit in fits(format, entries, shape, storage, params)]
+            return [Candidate(format, fit, experts) for fit in storage_fits(format, {
+                leaf: _entry_of_expert(entry, experts) for leaf, entry in entries.items()}, shape, storage, params)]
+    return [Candidate(format, fit, None) for fit in storage_fits(format, entries, shape, storage, params)]
 
 
 def _with_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
@@ -235,7 +235,7 @@ def _with_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape
     every: list[Candidate] = []
     nearest: LayoutMismatch | None = None
     try:
-        every += _fitting(format, entries, shape, storage, params)
+        every += _all_candidates(format, entries, shape, storage, params)
     except LayoutMismatch as miss:
         nearest = miss
     for reading in lengths:
@@ -254,10 +254,10 @@ def _of_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: 
     lengths = {name: value for name, value in reading.values.items() if is_unlisted(format.params.get(name, ()), value)}
     if not lengths or any(all(other.means(name, value) for name, value in lengths.items()) for other in others):
         return []
-    return _fitting(format, entries, shape, reading.storage or None, {**params, **lengths})
+    return _all_candidates(format, entries, shape, reading.storage or None, {**params, **lengths})
 
 
-def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:
+def _entry_of_expert(entry: TensorInfo, experts: int) -> TensorInfo:
     """A tensor of one expert; a tensor without the experts' axis belongs to all."""
     if entry.shape[:1] != (experts,):
         return entry
@@ -313,11 +313,11 @@ def _without_numbers(content: Any) -> Any:
     return {key: float if isinstance(value, float) else value for key, value in content.items()}
 
 
-def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
+def _count_matching(format: Description, entries: Mapping[str, TensorInfo]) -> int:
     """How many tensors have a name and dtype of one of the format's storages."""
     return max(sum(entries[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
                                                                                               (layout[name].dtype,))]
-                   for name, key in named(layout, entries).items()) for layout in format.layouts)
+                   for name, key in match_names(layout, entries).items()) for layout in format.layouts)
 
 
 def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
@@ -325,7 +325,7 @@ def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
     return not rules.keys().isdisjoint(entries) or (
-        not names <= {WEIGHT} and any(names <= {*named(layout, entries).values()} for layout in format.layouts))
+        not names <= {WEIGHT} and any(names <= {*match_names(layout, entries).values()} for layout in format.layouts))
 
 
 def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
@@ -336,10 +336,10 @@ def _through_experts(format: Description, entries: Mapping[str, TensorInfo], sha
     """
     one = {leaf: replace(entry, shape=(entry.shape[0] // experts, *entry.shape[1:]))
            if entry.shape and entry.shape[0] % experts == 0 else entry for leaf, entry in entries.items()}
-    matches = fits(format, one, shape, None, params)
+    matches = storage_fits(format, one, shape, None, params)
     for fit in matches:
         axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
-        step = granule(axes, "N", format.sizes_for(fit.params, shape), shape[1])
+        step = slicing_step(axes, "N", format.sizes_for(fit.params, shape), shape[1])
         if shape[0] % step:
             raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows {shared_blocks(step)}")
     return [Candidate(format, fit, experts) for fit in matches]
@@ -349,7 +349,7 @@ def _expert_counts(format: Description, entries: Mapping[str, TensorInfo]) -> li
     """The possible numbers of experts: the first extent of all tensors of a storage, if they have an additional axis."""
     counts: list[int] = []
     for layout in format.layouts:
-        keys = named(layout, entries)
+        keys = match_names(layout, entries)
         shapes = [(entries[key].shape, len(layout[name].axes)) for name, key in keys.items()
                   if any(axis.dim != "1" for axis in layout[name].axes)]
         firsts = {shape[:1] if len(shape) > axes and all(extent == 1 for extent in shape[1 + axes:]) else ()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import qdsl.generated
 from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.shapes import granule
+from qdsl.core.shapes import slicing_step
 
 if TYPE_CHECKING:
     from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
@@ -66,7 +66,7 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
     step = 1
     if storage != module.SPEC.storages[0]:
         stored = next(iter(module.SPEC.variants.values())).storages[storage].tensors.values()
-        step = granule([axis for tensor in stored for axis in tensor.axes], "N", {}, columns)
+        step = slicing_step([axis for tensor in stored for axis in tensor.axes], "N", {}, columns)
     first, last = start // step * step, -(-stop // step) * step   # interleaved rows are read together
     try:
         rows = file.rows(entry.name, first, last)

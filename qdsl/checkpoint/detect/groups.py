@@ -57,7 +57,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DecodingMemory:
     """Bytes of shared memory that the format's own kernel needs; fits: the most threads within a limit."""
 
     threads: int
@@ -128,7 +128,7 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
     sizes = [stop - start for start, stop in zip([0, *splits], [*splits, count], strict=True)]
     unnamed = ""
     try:
-        names = _names(name, len(sizes), settings.get(rule["names"]), budget)
+        names = _weight_names(name, len(sizes), settings.get(rule["names"]), budget)
     except CheckpointError as error:
         names = []
         unnamed = str(error)
@@ -136,13 +136,14 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
         unnamed = unnamed or f"{rule['settings']} says {len(names)} weights, and there are {len(sizes)}"
         names = [f"{name}[{number}]" for number in range(len(sizes))]
     threads = settings.get(rule["threads"])
-    problems += _wrong_blocks(folder, rule, settings, tensors)
+    problems += _block_problems(folder, rule, settings, tensors)
     first = threads[0] if isinstance(threads, list) and threads else None
     threads_of_blocks = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
     return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), threads_of_blocks, tuple(problems), unnamed)
 
 
-def _wrong_blocks(folder: Folder, rule: Mapping[str, str], settings: Mapping[str, Any], tensors: Mapping[str, str]) -> list[str]:
+def _block_problems(folder: Folder, rule: Mapping[str, str], settings: Mapping[str, Any],
+                    tensors: Mapping[str, str]) -> list[str]:
     """A problem if the blocks of a stream are not of as many threads, and of windows of as many bytes, as settings say."""
     sizes = {leaf: folder.entry(tensors[leaf]).nbytes for leaf in ("encoded_exponent", "gaps", "output_positions")}
     claims = {key: settings[key] for key in (rule["threads"], rule["window"]) if settings.get(key) is not None}
@@ -175,7 +176,7 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
     return splits
 
 
-def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]:
+def _weight_names(name: str, count: int, patterns: object, budget: Budget) -> list[str]:
     """The names of a group's weights, by the first pattern that matches its module; 'weight' for a single-weight module."""
     for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
         budget.charge(COMPILED)
@@ -186,7 +187,7 @@ def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]
     return [f"{name}.weight"] if count == 1 else []
 
 
-def decoding_memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
+def decoding_memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> DecodingMemory | None:
     """The shared memory that the group's kernel needs; None if tensors are invalid.  Raises StreamError for invalid tables."""
     import numpy as np
 
@@ -204,4 +205,5 @@ def decoding_memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) ->
     begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
     fullest = int(np.diff(begins).max())
     shortest = int(code.lengths[code.lengths > 0].min())
-    return Memory(threads, windows.shared_memory(threads, fullest), windows.threads_within(limit, threads, fullest, shortest))
+    return DecodingMemory(threads, windows.shared_memory(threads, fullest),
+                          windows.threads_within(limit, threads, fullest, shortest))

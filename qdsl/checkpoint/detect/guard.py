@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qdsl.checkpoint.detect.producers import producers
-from qdsl.checkpoint.detect.rules import OWN, at, same
+from qdsl.checkpoint.detect.rules import OWN, at, is_same
 from qdsl.core.producer import CONFIG_FILE
 
 FIELD = "transformers_weights"
@@ -29,7 +29,7 @@ NAMES = (CLASS, "_diffusers_version", "_name_or_path", "architectures", "dtype",
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 
 
-def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config.json with the guard, so that only qdsl loads its model and models nested in it.
 
     A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads only `text_config`.  A file name that the
@@ -38,15 +38,15 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if CLASS in config:
         return dict(config)
-    nested = {key: guarded(value) if _is_model(key, value) else value for key, value in config.items()}
+    nested = {key: with_guard(value) if _is_model(key, value) else value for key, value in config.items()}
     if FIELD in nested and not is_guard(nested[FIELD]):
         nested[REPLACED] = nested[FIELD]
     return {**nested, FIELD: SENTENCE}
 
 
-def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config.json without the guards that `guarded` added, at any depth; restores replaced file names."""
-    plain = {key: unguarded(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+def without_guard(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config.json without the guards that `with_guard` added, at any depth; restores replaced file names."""
+    plain = {key: without_guard(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     if is_guard(plain.get(FIELD)):
         if REPLACED in plain:
             plain[FIELD] = plain.pop(REPLACED)
@@ -62,7 +62,7 @@ def describes_model(config: Mapping[str, Any]) -> bool:
 
 def has_own_settings(config: Mapping[str, Any]) -> bool:
     """Whether quantization settings of a config.json, at its top or in a nested model, are settings that only qdsl reads."""
-    return any(same(at(config, ".".join((*place.at, "quant_method"))), OWN) for place, _ in producers().places
+    return any(is_same(at(config, ".".join((*place.at, "quant_method"))), OWN) for place, _ in producers().places
                if place.file == CONFIG_FILE)
 
 

@@ -114,9 +114,9 @@ def _settings(text: bytes, where: str) -> dict[str, Any]:
     return strict_object(text, where, depth=DEPTH)
 
 
-def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     """Nested settings as one mapping, with names joined by dots."""
     joined: dict[str, Any] = {}
     for key, value in settings.items():
-        joined |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
+        joined |= flatten_settings(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
     return joined

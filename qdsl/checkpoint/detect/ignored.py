@@ -217,7 +217,7 @@ def expression(pattern: str, ending: str = "", start: str = "") -> Expression:
     Raises CheckpointError for one that is slow on any name.
     """
     try:
-        repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
+        repeats, ways = _repeats_and_ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
         if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:
             return Expression(re.compile(f"{start}(?:{pattern}){ending}" if start or ending else pattern), repeats, ways)
     except (re.error, OverflowError, RecursionError) as error:
@@ -225,7 +225,7 @@ def expression(pattern: str, ending: str = "", start: str = "") -> Expression:
     raise CheckpointError(f"the regular expression {shown(pattern)} may take too long, and is not used")
 
 
-def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
+def _repeats_and_ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
     """The number of single-character repeats, as in an Expression, and an upper bound of the ways to match everything else."""
     repeats, total = 0, 1.0
     for code, value in items:
@@ -233,7 +233,7 @@ def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
         inner: tuple[int, float] = (0, 1.0)
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, most, part = value
-            inner = _ways(part)
+            inner = _repeats_and_ways(part)
             if len(part) == 1 and str(part[0][0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
                 inner = (1, 1.0) if int(most) - int(least) >= FEW else (0, int(most) - int(least) + 1.0)
             elif int(most) > 1:
@@ -241,9 +241,9 @@ def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
             else:
                 inner = inner[0], 1 + inner[1]
         elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
-            inner = _ways(value if name == "ATOMIC_GROUP" else value[-1])
+            inner = _repeats_and_ways(value if name == "ATOMIC_GROUP" else value[-1])
         elif name == "BRANCH":
-            branches = [_ways(branch) for branch in value[1]]
+            branches = [_repeats_and_ways(branch) for branch in value[1]]
             inner = max(repeats for repeats, _ in branches), sum(ways for _, ways in branches)
         elif name in ("GROUPREF", "GROUPREF_EXISTS", "GROUPREF_IGNORE"):
             return 0, math.inf

@@ -8,18 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qdsl.checkpoint.detect.collect import Collector, Module
+from qdsl.checkpoint.detect.collect import Module, ModuleReader
 from qdsl.checkpoint.detect.fit import Candidate, Evidence, candidates_of, nearest_miss
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
-from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same, unmet
+from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, is_same, own_rule, readings, unmet
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.files.safetensors import torch_name
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description, LayoutMismatch, resolve_default
-from qdsl.core.text import listed
+from qdsl.core.text import join_names
 
 UNFILLED = 0xFFFFFFFF                                             # an index of -1, as compressed-tensors initialises it
 ENOUGH = 64                                                      # elements whose zeros cannot be chance
@@ -36,7 +36,7 @@ class Agreement:
 class Judge:
     """Chooses one candidate per layer.  quantization: the settings of the checkpoint, or None."""
 
-    def __init__(self, collector: Collector, quantization: Quantization | None) -> None:
+    def __init__(self, collector: ModuleReader, quantization: Quantization | None) -> None:
         self.collector = collector
         self.quantization = quantization
         self.source = quantization.source if quantization else ""
@@ -164,7 +164,7 @@ class Judge:
 
     def _readings(self, candidate: Candidate, settings: Mapping[str, Any]) -> list[Reading]:
         """The rules' readings of settings for a candidate; qdsl's settings without a storage do not overrule tensors."""
-        format, own = candidate.format, same(settings.get("quant_method"), OWN)
+        format, own = candidate.format, is_same(settings.get("quant_method"), OWN)
         rules = own_rule(format, settings) if own else format.detect.get("config")
         return [replace(reading, weak=reading.weak or (own and not reading.storage))
                 for reading in readings(rules, list(format.params), settings) if reading.storage in ("", candidate.fit.storage)]
@@ -188,18 +188,18 @@ class Judge:
 
     def _is_spoken_of(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
         """Whether settings of this kind have a rule for the format."""
-        own = same(settings.get("quant_method"), OWN)
+        own = is_same(settings.get("quant_method"), OWN)
         if needs_no_settings(candidate.format):
             return own and settings.get("format") in (None, candidate.format.name)
         return own or "config" in candidate.format.detect
 
     def _says(self, settings: Mapping[str, Any]) -> str:
         """The settings that a storage is chosen by, as text."""
-        return _deciding(self.collector.formats, settings) or brief(settings)
+        return _deciding_settings_text(self.collector.formats, settings) or brief(settings)
 
     def _remedy(self, settings: Mapping[str, Any]) -> str:
         """The setting to add if qdsl's settings leave the storage open; '' for other settings."""
-        is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
+        is_open = is_same(settings.get("quant_method"), OWN) and "storage" not in settings
         return f": state 'storage' in {self.source}" if self.quantization is not None and is_open else ""
 
     def _disagreement(self, module: Module, candidate: Candidate, settings: Mapping[str, Any]) -> str:
@@ -209,7 +209,7 @@ class Judge:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
         why = "" if wrong_settings else str(nearest_miss(self.collector.formats, self._evidence(module), [settings], True, ""))
-        needs = "" if wrong_settings else _needs(candidate, settings)
+        needs = "" if wrong_settings else _rule_needs_text(candidate, settings)
         parts = [f"{self.source} says {wrong_settings or self._says(settings)}", f"the tensors fit {candidate.label}{needs}", why,
                  *([] if self.quantization is None else self.quantization.problems[:1])]
         return "; ".join(filter(None, parts))
@@ -241,12 +241,12 @@ class Judge:
         constants = {key: constant if isinstance(constant, list) else [constant] for key, constant in reading.constants.items()}
         wrong = {key: f"the tensors fit {best.format.name} of {_value(best, words[-1])}" for key, words in constants.items()
                  if (own := at(settings, key)) is not None and not any(
-                     best.means(word, own) if _value(best, word) != word else same(own, word) for word in words)}
+                     best.means(word, own) if _value(best, word) != word else is_same(own, word) for word in words)}
         wrong |= self._wrong_words(best, uses, settings)
         for key, wanted in reading.follows.items():
             [(source, (word, without))] = wanted.items()
             is_stored, observed = self._observed(best, uses, source)
-            if observed and key in settings and same(settings[key], without if is_stored else word):
+            if observed and key in settings and is_same(settings[key], without if is_stored else word):
                 wrong[key] = observed
         return wrong
 
@@ -258,7 +258,7 @@ class Judge:
             return {}
         axes = shorter.axes.get(best.format.name, {}).get(best.fit.storage, {})
         dtypes = {own: torch_name(self.collector.folder.entry(uses[own]).dtype) for own in axes if own in uses}
-        other = next((f"'{own}' is {dtype}" for own, dtype in dtypes.items() if not same(claim, dtype)), "")
+        other = next((f"'{own}' is {dtype}" for own, dtype in dtypes.items() if not is_same(claim, dtype)), "")
         return {shorter.setting: other} if other else {}
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -338,33 +338,33 @@ def _value(best: Candidate, word: Any) -> Any:
 def needs_no_settings(format: Description) -> bool:
     """Whether only qdsl writes the format, so that its tensors are recognised without settings."""
     rules = format.detect.get("config", [])
-    return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
+    return bool(rules) and all(is_same(rule["quant_method"], OWN) for rule in rules)
 
 
-def _needs(candidate: Candidate, settings: Mapping[str, Any]) -> str:
+def _rule_needs_text(candidate: Candidate, settings: Mapping[str, Any]) -> str:
     """What the nearest rule of the settings' producer wants for a candidate, with what there is; '' where it has none."""
     names = list(candidate.format.params)
-    rules = [rule for rule in candidate.format.detect.get("config", ()) if same(rule.get("quant_method"), settings.get(
+    rules = [rule for rule in candidate.format.detect.get("config", ()) if is_same(rule.get("quant_method"), settings.get(
         "quant_method")) and rule.get("storage", candidate.fit.storage) == candidate.fit.storage]
     keys = {id(rule): unmet(rule, names, settings) for rule in rules}
     if not rules:
         return ""
     rule = min(rules, key=lambda rule: len(keys[id(rule)]))
     words = {key: rule[key] if isinstance(rule[key], list) else [rule[key]] for key in keys[id(rule)]}
-    needs = [f"{key} = {listed([str(candidate.fit.params.get(word, word)) for word in own], 'or')} in place of {value}"
+    needs = [f"{key} = {join_names([str(candidate.fit.params.get(word, word)) for word in own], 'or')} in place of {value}"
              for key, own in words.items() for value in ["null" if at(settings, key) is None else at(settings, key)]]
     return f", which needs {' and '.join(needs)}" if needs else ""
 
 
-def _deciding(formats: Sequence[Description], settings: Mapping[str, Any]) -> str:
+def _deciding_settings_text(formats: Sequence[Description], settings: Mapping[str, Any]) -> str:
     """The settings that a producer's rules choose a storage by, as text; '' for qdsl's own, and where no producer is known.
 
     Those of the rules that match; of all the producer's rules where none does.
     """
-    if same(settings.get("quant_method"), OWN):
+    if is_same(settings.get("quant_method"), OWN):
         return ""
     every = [(rule, bool([*readings([rule], list(format.params), settings)])) for format in formats
-             for rule in format.detect.get("config", ()) if same(rule.get("quant_method"), settings.get("quant_method"))]
+             for rule in format.detect.get("config", ()) if is_same(rule.get("quant_method"), settings.get("quant_method"))]
     rules = [rule for rule, matches in every if matches] or [rule for rule, _ in every]
     values = {key: value for rule in rules for key in rule if key not in ABOUT_RULE
               for value in [at(settings, key)] if value is not None and not isinstance(value, Mapping)}

@@ -27,7 +27,7 @@ class Layer:
     its numbers depend on, so that nobody may read it.  problems: others, which change no number.  why: the reason why it is not
     recognised; format and storage are then ''.  transposed: the last two axes of three-axis tensors are swapped compared to
     the storage, as in experts' weights [E, K, N].  act_order: columns of a group lie anywhere along K; False until
-    `qdsl.checkpoint.report.shards.with_order` has read the index.  transforms: of its input and output.
+    `qdsl.checkpoint.report.shards.with_act_order` has read the index.  transforms: of its input and output.
     """
 
     name: str

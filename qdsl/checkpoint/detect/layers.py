@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qdsl.checkpoint.detect.collect import Collector, Module
+from qdsl.checkpoint.detect.collect import Module, ModuleReader
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.fit import CLAIMED, UNKNOWN, Candidate, Evidence, candidates, claims_text, nearest_miss
 from qdsl.checkpoint.detect.gguf_keys import config_findings
@@ -69,7 +69,7 @@ class _Recognizer:
         self.quantizations = quantized
         self.quantization = quantized[0] if quantized else None
         self.groups = groups(folder)
-        self.collector = Collector(folder, formats)
+        self.collector = ModuleReader(folder, formats)
         self.judge = Judge(self.collector, self.quantization)
         self.further = [Judge(self.collector, other) for other in quantized[1:]]
         self.report = Report(folder, quantized, self.groups, formats)
@@ -125,8 +125,7 @@ class _Recognizer:
         return replace(layer, transforms=transforms, contradictions=(*layer.contradictions, *problems)) \
             if transforms or problems else layer
 
-    def _plain_transforms(self, modules: Mapping[str, Mapping[str, str]],
-                          ) -> tuple[dict[str, tuple[Transform, ...]], list[str]]:
+    def _plain_transforms(self, modules: Mapping[str, Mapping[str, str]]) -> tuple[dict[str, tuple[Transform, ...]], list[str]]:
         """The transforms of modules with a plain matrix, by name, and what cannot be computed."""
         every: dict[str, tuple[Transform, ...]] = {}
         wrong: list[str] = []

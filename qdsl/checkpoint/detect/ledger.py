@@ -67,7 +67,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class DeclaredSettings:
     """The settings that files of producers declare, with dots for nested ones.  kinds: None for those that are used or inert."""
 
     kinds: Mapping[str, Kind | None]
@@ -105,7 +105,7 @@ def content_findings(leaf: str, content: Mapping[str, Any], keys: Container[str]
             if key not in keys and not is_nothing(value)]
 
 
-def refuse(path: Path, every: Iterable[Finding], allow_unknown: bool) -> list[str]:
+def refuse_changes(path: Path, every: Iterable[Finding], allow_unknown: bool) -> list[str]:
     """Sentences on what changes a model and is not computed, which a report repeats.
 
     Raises CheckpointError for the first of them, unless `allow_unknown`.
@@ -122,7 +122,7 @@ def refuse(path: Path, every: Iterable[Finding], allow_unknown: bool) -> list[st
 class _Walk:
     """Visits settings, those of groups and of single layers too."""
 
-    def __init__(self, account: Account, keys: ConfigKeys, is_inline: bool, place: str) -> None:
+    def __init__(self, account: DeclaredSettings, keys: ConfigKeys, is_inline: bool, place: str) -> None:
         self.account, self.keys, self.is_inline, self.place = account, keys, is_inline, place
         self.grouped = account.grouped                           # only groups have these
         self.containers = {*keys.patterns, *keys.layers, *keys.groups, WEIGHTS}
@@ -193,7 +193,7 @@ def value_text(value: Any) -> str:
 
 
 @cache
-def _account(registry: Producers, method: str) -> Account:
+def _account(registry: Producers, method: str) -> DeclaredSettings:
     """The settings that a producer's own file, and the common one, declare; and those that all readers understand."""
     keys = registry.keys(method)
     params = {name for format in descriptions() for name in format.params} if method == OWN else ()
@@ -205,11 +205,11 @@ def _account(registry: Producers, method: str) -> Account:
 
 
 @cache
-def _header_account(registry: Producers) -> Account:
+def _header_account(registry: Producers) -> DeclaredSettings:
     return _joined_accounts([producer for producer in registry.every if producer.header is not None], headers=True)
 
 
-def _joined_accounts(every: Sequence[Producer], headers: bool) -> Account:
+def _joined_accounts(every: Sequence[Producer], headers: bool) -> DeclaredSettings:
     """What producers declare together; the first one counts.  headers: by their rules for headers, else those for configs."""
     kinds: dict[str, Kind | None] = {}
     for own in every:
@@ -221,8 +221,9 @@ def _joined_accounts(every: Sequence[Producer], headers: bool) -> Account:
         declared = {**dict.fromkeys(used), **dict.fromkeys(own.coarser, Kind.COARSER), **dict.fromkeys(own.acts, Kind.ACTS)}
         kinds = {**declared, **kinds}
     heads = {key[:place] for key in kinds for place, letter in enumerate(key) if letter == "."}
-    return Account(kinds, {key: text for own in reversed(every) for key, text in own.acts.items()},
-                   {key: values for own in reversed(every) for key, values in own.usual.items()},
-                   frozenset(key for own in every for key in own.transformed),
-                   frozenset(key for own in every for key in own.open), frozenset(key for own in every for key in own.tagged),
-                   frozenset(heads))
+    return DeclaredSettings(kinds, {key: text for own in reversed(every) for key, text in own.acts.items()},
+                            {key: values for own in reversed(every) for key, values in own.usual.items()},
+                            frozenset(key for own in every for key in own.transformed),
+                            frozenset(key for own in every for key in own.open),
+                            frozenset(key for own in every for key in own.tagged),
+                            frozenset(heads))

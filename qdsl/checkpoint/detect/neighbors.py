@@ -33,7 +33,7 @@ def tensor_findings(folder: Folder, layers: Iterable[Layer], plain: Iterable[str
         kind = kind_of(full, Kind.UNKNOWN if module in recognised and not is_bias(leaf) else None)
         if kind is not None and (kind[0] is Kind.ACTS or module in recognised):
             kinds[full] = kind
-    return alike(folder, {full: kind for full, kind in kinds.items() if kind is not None and not _is_zero(folder, full)})
+    return group_findings(folder, {full: kind for full, kind in kinds.items() if kind is not None and not _is_zero(folder, full)})
 
 
 def _is_zero(folder: Folder, full: str) -> bool:
@@ -59,7 +59,7 @@ def kind_of(full: str, default: Kind | None) -> tuple[Kind, str] | None:
     return None if default is None or nothing.match(full) else (default, UNKNOWN_EFFECT)
 
 
-def alike(folder: Folder, kinds: Mapping[str, tuple[Kind, str]]) -> list[Finding]:
+def group_findings(folder: Folder, kinds: Mapping[str, tuple[Kind, str]]) -> list[Finding]:
     """Findings about tensors; those whose names differ in numbers alone are one."""
     groups: dict[tuple[str, Kind, str], list[str]] = {}
     for full, (kind, effect) in kinds.items():

@@ -21,17 +21,18 @@ from qdsl.core.producer import (
     Header,
     LayerSettings,
     PatternSettings,
-    Place,
     Producer,
     Rule,
+    SettingsPlace,
     producer_of,
     read_yaml,
 )
 
 FOLDER_VARIABLE = "QDSL_PRODUCERS"
 # Places of transformers' settings, of models and of nested language models; the settings name their producer.
-COMMON_PLACES = (Place(CONFIG_FILE, ("quantization_config",)), Place(CONFIG_FILE, ("text_config", "quantization_config")),
-                 Place(CONFIG_FILE, ("llm_config", "quantization_config")))
+COMMON_PLACES = (SettingsPlace(CONFIG_FILE, ("quantization_config",)),
+                 SettingsPlace(CONFIG_FILE, ("text_config", "quantization_config")),
+                 SettingsPlace(CONFIG_FILE, ("llm_config", "quantization_config")))
 Meaning = TypeVar("Meaning")
 
 

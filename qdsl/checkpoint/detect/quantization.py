@@ -205,7 +205,7 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in _with_integers(data).items()}
     for how in keys.groups.values():
-        settings = how.expanded(settings)
+        settings = how.expand_presets(settings)
     settings["quant_method"] = registry.of(method).name
     read = Quantization(source, method, settings, findings=findings(method, source, settings), budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)

@@ -11,7 +11,7 @@ from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.judge import brief, needs_no_settings
 from qdsl.checkpoint.detect.layer import Layer, UnquantizedModule
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
-from qdsl.checkpoint.detect.rules import OWN, same
+from qdsl.checkpoint.detect.rules import OWN, is_same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.places import FOLDER_VARIABLE
@@ -116,7 +116,7 @@ class Report:
 def _differing(first: Quantization, other: Quantization) -> list[str]:
     """Settings that differ between two places."""
     return [f"{other.source} says {key} = {value}, {first.source} {first.settings[key]}" for key, value in other.settings.items()
-            if isinstance(value, int | str) and first.settings.get(key) is not None and not same(value, first.settings[key])]
+            if isinstance(value, int | str) and first.settings.get(key) is not None and not is_same(value, first.settings[key])]
 
 
 def _pattern(name: str) -> str:

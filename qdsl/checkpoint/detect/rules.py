@@ -15,7 +15,7 @@ from typing import Any
 from qdsl.core.producer import ABOUT_RULE, WORDS
 from qdsl.core.shapes import BlockLengths, is_unlisted
 from qdsl.core.stored import Description
-from qdsl.core.text import listed
+from qdsl.core.text import join_names
 
 EXTENTS = ("N", "K")
 EXTENTS_TEXT = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})+")           # of a block, as old releases of compressed-tensors write them
@@ -76,7 +76,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
         words = wanted if isinstance(wanted, list) else [wanted]
         if isinstance(wanted, list) and isinstance(value, str) and EXTENTS_TEXT.fullmatch(value):
             value = [int(extent) for extent in value.split("x")]
-        if any(same(value, word) for word in words):
+        if any(is_same(value, word) for word in words):
             weak |= value is None and len(words) > 1
             continue
         many = value if isinstance(value, list) else [value]
@@ -87,7 +87,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
         if value is None or isinstance(value, list) != isinstance(wanted, list) or len(many) != len(words):
             return None
         named = () if key in WORDS else names
-        if not all(word in named or same(entry, word) for word, entry in zip(words, many, strict=True)):
+        if not all(word in named or is_same(entry, word) for word, entry in zip(words, many, strict=True)):
             return None
         own = {word: entry for word, entry in zip(words, many, strict=True) if word in named}
         values |= own
@@ -106,7 +106,7 @@ def unlisted_lengths(format: Description, settings: Mapping[str, Any]) -> list[R
     """The readings of settings with a block length that the format's spec does not list, with these values alone."""
     if not any(isinstance(values, BlockLengths) for values in format.params.values()):
         return []
-    rules = own_rule(format, settings) if same(settings.get("quant_method"), OWN) else format.detect.get("config")
+    rules = own_rule(format, settings) if is_same(settings.get("quant_method"), OWN) else format.detect.get("config")
     lengths = [(reading, {name: value for name, value in reading.values.items()
                           if name in format.params and is_unlisted(format.params[name], value)})
                for reading in readings(rules, list(format.params), settings)]
@@ -168,13 +168,13 @@ def content_error(format: Description, contents: Mapping[str, Any]) -> str:
         for name, wanted in (rule if isinstance(rule, Mapping) else {key: rule}).items() if content is not None else ():
             if _reading({name: wanted}, names, settings, isinstance(rule, Mapping)) is None:
                 words = [str(word) for word in (wanted if isinstance(wanted, list) else [wanted]) if word not in names]
-                needs = f"; the format needs {listed(words, 'or')}" if words else ""
+                needs = f"; the format needs {join_names(words, 'or')}" if words else ""
                 return f"{key!r} says {name} = {at(settings, name)}{needs}"
     return ""
 
 
-def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
-           ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def small_tensors_for(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
+                      ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """The small tensors that a producer writes next to a weight, by name: dtype, shape and bytes.
 
     They hold JSON or a table, or numbers that state parameters or N and K.  values: of parameters, N and K, and one-number
@@ -229,10 +229,10 @@ def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
     if all(word in values for word in words):
         front = [values[EXPERTS]] if EXPERTS in values else []
         return [*front, *(values[word] for word in words)] if isinstance(wanted, list) else values[words[0]]
-    return next((word for word in words if setting is not None and same(setting, word)), words[0])
+    return next((word for word in words if setting is not None and is_same(setting, word)), words[0])
 
 
-def same(value: object, word: object) -> bool:
+def is_same(value: object, word: object) -> bool:
     """Whether a setting is a rule's word; ignores case, which producers mix."""
     if word == "null" or value is None:
         return word == "null" and value is None

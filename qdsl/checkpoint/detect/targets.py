@@ -17,7 +17,7 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core import places
 from qdsl.core.places import UnknownSpec
 from qdsl.core.producer import NULL
-from qdsl.core.text import listed, name_key, similar_names
+from qdsl.core.text import join_names, name_key, similar_names
 
 LISTS = "`qdsl list` prints all"
 
@@ -54,7 +54,7 @@ def format_target(word: str) -> str:
 def spec_of(word: str) -> Path:
     """The spec that a path, or a word that means a format, leads to.  Raises UnknownSpec with suggestions for other words."""
     try:
-        return places.find(word)
+        return places.find_spec(word)
     except UnknownSpec:
         if Path(f"{word}.yaml").is_file():
             raise UnknownSpec(f"no spec {shown(word)}; did you mean the file {word}.yaml?") from None
@@ -62,7 +62,7 @@ def spec_of(word: str) -> Path:
             raise                                                # which asks for a file
         if not (_meanings(name_key(word)) or _did_you_mean(name_key(word), formats())):
             raise
-    return places.find(format_target(word).partition(".")[0])
+    return places.find_spec(format_target(word).partition(".")[0])
 
 
 def with_storage(word: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -84,7 +84,7 @@ def storage_target(word: str) -> str:
     if not dot and len(meanings := _meanings(storage)) == 1:
         return meanings[0].partition(".")[2]
     if not dot and storage in formats():
-        raise UnknownSpec(f"{storage} is a format, and --to takes a storage: {listed(_own_storages(storage))}; "
+        raise UnknownSpec(f"{storage} is a format, and --to takes a storage: {join_names(_own_storages(storage))}; "
                            f"`--requantize {storage}` writes layers of other formats in it")
     raise UnknownSpec(f"no storage {shown(word)}; {_did_you_mean(storage, [*storages()])}{LISTS}")
 
@@ -96,7 +96,7 @@ def producer_target(word: str) -> str:
         return word
     names = [producer.name for producer in producers().every if producers().is_known(producer.name)]
     near = similar_names(name, names) or names
-    raise UnknownSpec(f"no producer {shown(word)}; did you mean {listed(near, 'or')}?")
+    raise UnknownSpec(f"no producer {shown(word)}; did you mean {join_names(near, 'or')}?")
 
 
 def _storage_of(format: str, storage: str) -> str:
@@ -108,8 +108,8 @@ def _storage_of(format: str, storage: str) -> str:
     if len(of_producer) == 1:
         return of_producer[0]
     near = similar_names(storage, own)
-    raise UnknownSpec(f"{format} has no storage {shown(storage)}" + (f"; did you mean {listed(near, 'or')}?" if near else
-                                                                      f": it has {listed(own)}"))
+    raise UnknownSpec(f"{format} has no storage {shown(storage)}" + (f"; did you mean {join_names(near, 'or')}?" if near else
+                                                                      f": it has {join_names(own)}"))
 
 
 def _own_storages(format: str) -> list[str]:
@@ -139,4 +139,4 @@ def _did_you_mean(key: str, names: Sequence[str]) -> str:
     shown_as |= {name: name for producer in producers().every if len(_meanings(name := name_key(producer.name))) == 1}
     shown_as |= {name: name for name in names}
     near = near or [shown_as[name] for name in similar_names(key, shown_as)]
-    return f"did you mean {listed(list(dict.fromkeys(near)), 'or')}? " if near else ""
+    return f"did you mean {join_names(list(dict.fromkeys(near)), 'or')}? " if near else ""

@@ -14,11 +14,11 @@ from qdsl.checkpoint.detect.ignored import Rules, rules
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import EMBEDDINGS, Quantization
-from qdsl.checkpoint.detect.rules import OWN, at, same
+from qdsl.checkpoint.detect.rules import OWN, at, is_same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import TransformRule, TransformSchemes
-from qdsl.core.transforms import DTYPES, INPUT, OUTPUT, Transform, base_of, transform_of, unfit
+from qdsl.core.transforms import DTYPES, INPUT, OUTPUT, Transform, base_of, transform_of, why_unfit
 
 OWN_TRANSFORMS = "transforms"                                            # qdsl's own setting: layers -> their transforms
 HEAD = "lm_head"                                                 # has no tensor where it shares the embedding's weight
@@ -82,7 +82,7 @@ class TransformReader:
                 transforms, problems = transforms + more, problems + wrong
         shapes = {full: self.folder.entry(full).shape for own in transforms for full in own.tensors if full in self.names}
         for own in transforms:
-            if why := unfit(own, shape[1] if own.side == INPUT else shape[0], shapes):
+            if why := why_unfit(own, shape[1] if own.side == INPUT else shape[0], shapes):
                 problems.append(f"its {own.side} is transformed ({own.label}): {why}")
         return tuple(transforms), problems
 
@@ -107,12 +107,11 @@ class TransformReader:
             size = next((own for own in _every(self.settings, rule.size) if type(own) is int), shape[1])
             full = next((full for full in self.names if full.rpartition(".")[2] == f"{rule.tensor}{size}"), "")
             is_integer = bool(full) and self.folder.entry(full).dtype in INTEGERS
-            yield Transform(rule.kind, tensor=full or f"{rule.tensor}{size}", size=size, normalized=is_integer,
-                            dtype=rule.dtype)
+            yield Transform(rule.kind, tensor=full or f"{rule.tensor}{size}", size=size, normalized=is_integer, dtype=rule.dtype)
 
     def _by_rule(self, rule: TransformRule, name: str, shape: Sequence[int], tensors: Mapping[str, str]) -> Iterator[Transform]:
         """The transform that a rule states for a layer, if any.  Raises ValueError for one of unknown size."""
-        is_stated = all(any(same(at(self.settings, key), value) for value in values) for key, values in rule.when.items())
+        is_stated = all(any(is_same(at(self.settings, key), value) for value in values) for key, values in rule.when.items())
         if rule.listed or not is_stated:
             return
         full, size_of = self._tensor(rule.tensor, rule, name, tensors), self._tensor(rule.size, rule, name, tensors)

@@ -17,7 +17,7 @@ LIMIT = 100_000_000
 Extents = Mapping[str, tuple[int, int]]                          # of tensors: the first byte, and how many
 
 
-def damaged(path: Path, tell: Callable[[int, str], None] = lambda done, name: None) -> list[str]:
+def checksum_problems(path: Path, tell: Callable[[int, str], None] = lambda done, name: None) -> list[str]:
     """Problems, one sentence each, with tensors that do not match the checksums of a checkpoint: damaged, missing, or without a
     checksum.
 
@@ -52,13 +52,13 @@ def check(path: Path, is_optional: bool = False) -> None:
     """
     if is_optional and not any(_read_checksums(root, files) for root, files in _models(path)):
         return
-    if problems := damaged(path):
+    if problems := checksum_problems(path):
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise CheckpointError(f"{path}: {problems[0]}{more}; write or download it again")
 
 
 def size(path: Path) -> int:
-    """Bytes of all tensors of a checkpoint.  Raises as `damaged` does."""
+    """Bytes of all tensors of a checkpoint.  Raises as `checksum_problems` does."""
     return sum(nbytes for _, files in _models(path) for tensors in files.values() for _, nbytes in tensors.values())
 
 

@@ -91,8 +91,8 @@ def parse(file: BinaryIO, size: int, path: Path) -> Header:
     count = _count(cursor, "tensors", 24, TENSORS_LIMIT)
     metadata = read_metadata(cursor, _count(cursor, "metadata keys", 13, KEYS_LIMIT))
     alignment = alignment_of(metadata.stored(), path)
-    infos = _infos(cursor, count)
-    tensors, notes = _placed(infos, _padded(cursor.place, alignment), alignment, size)
+    infos = _read_infos(cursor, count)
+    tensors, notes = _place_tensors(infos, _padded(cursor.place, alignment), alignment, size)
     shapes, more = _orig_shapes(metadata, tensors)
     return Header(version, alignment, metadata, tensors | shapes, (*notes, *more))
 
@@ -137,7 +137,7 @@ def _padded(place: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Info:
+class _TensorInfo:
     """A tensor as the header describes it; dims: row length first."""
 
     name: str
@@ -146,9 +146,9 @@ class _Info:
     offset: int
 
 
-def _infos(cursor: Cursor, count: int) -> list[_Info]:
+def _read_infos(cursor: Cursor, count: int) -> list[_TensorInfo]:
     """Reads the descriptions of `count` tensors."""
-    infos: dict[str, _Info] = {}
+    infos: dict[str, _TensorInfo] = {}
     for _ in range(count):
         start = cursor.place
         name = cursor.text(NAME_LIMIT, "a tensor's name")
@@ -158,11 +158,11 @@ def _infos(cursor: Cursor, count: int) -> list[_Info]:
         if rank > RANK_LIMIT:
             raise cursor.fail(f"tensor {shown(name)} has {rank} dimensions, over the limit of {RANK_LIMIT}", cursor.place - 4)
         dims = tuple(cursor.u64("a dimension") for _ in range(rank))
-        infos[name] = _Info(name, dims, cursor.u32("a tensor's type"), cursor.u64("a tensor's offset"))
+        infos[name] = _TensorInfo(name, dims, cursor.u32("a tensor's type"), cursor.u64("a tensor's offset"))
     return list(infos.values())
 
 
-def _placed(infos: Sequence[_Info], base: int, alignment: int, size: int) -> tuple[dict[str, GgufTensor], list[str]]:
+def _place_tensors(infos: Sequence[_TensorInfo], base: int, alignment: int, size: int) -> tuple[dict[str, GgufTensor], list[str]]:
     """All tensors with their byte ranges, which must not overlap; and notes on gaps between them."""
     tensors = {info.name: _tensor(info, base, alignment, size) for info in infos}
     whole = sorted((tensor for tensor in tensors.values() if tensor.problem is None and tensor.nbytes),
@@ -178,7 +178,7 @@ def _placed(infos: Sequence[_Info], base: int, alignment: int, size: int) -> tup
     return tensors, _oddities(list(tensors.values()), base, alignment, size)
 
 
-def _tensor(info: _Info, base: int, alignment: int, size: int) -> GgufTensor:
+def _tensor(info: _TensorInfo, base: int, alignment: int, size: int) -> GgufTensor:
     type = type_of(info.type)
     row = info.dims[0] if info.dims else 1
     start = base + info.offset
@@ -253,7 +253,7 @@ class GgufFile:
         first = self._open(self.path)
         self.version, self.alignment, self.metadata, self.tensors = first.version, first.alignment, first.metadata, first.tensors
         self.notes = first.notes
-        number, count, total = _split(first, self.path)
+        number, count, total = _split_numbers(first, self.path)
         if number:
             raise CheckpointError(f"{self.path}: file {number + 1} of {count}; give the first of them")
         if count > 1:
@@ -275,8 +275,8 @@ class GgufFile:
             if not path.exists():
                 raise CheckpointError(f"{self.path}: {path.name}, file {shard + 1} of {count}, is missing")
             other = self._open(path)
-            if _split(other, path) != (shard, count, total):
-                raise CheckpointError(f"{path}: {', '.join(SPLIT)} are {', '.join(map(str, _split(other, path)))}; "
+            if _split_numbers(other, path) != (shard, count, total):
+                raise CheckpointError(f"{path}: {', '.join(SPLIT)} are {', '.join(map(str, _split_numbers(other, path)))}; "
                                       f"as file {shard + 1} of {self.path.name} it must have {shard}, {count}, {total}")
             for name, tensor in other.tensors.items():
                 if name in self.tensors:
@@ -349,7 +349,7 @@ class GgufFile:
         return elements(data, entry.start + start * size, count * size, dtype).view(count, size // dtype.itemsize)
 
 
-def _split(header: Header, path: Path) -> tuple[int, int, int]:
+def _split_numbers(header: Header, path: Path) -> tuple[int, int, int]:
     """The number of this file in a split set, the number of files, and the number of tensors in all of them."""
     numbers = []
     for key, default in zip(SPLIT, (0, 1, len(header.tensors)), strict=True):

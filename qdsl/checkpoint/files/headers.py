@@ -14,9 +14,9 @@ from qdsl.checkpoint.files.safetensors import (
     Entry,
     Header,
     TensorFile,
+    as_byte_entry,
     dtype_of,
     element_bits,
-    in_bytes,
     shown,
     torch_dtypes,
 )
@@ -44,7 +44,7 @@ class HeaderFile(TensorFile):
         """The tensor on meta.  Raises CheckpointError for an unknown name, and for rows that end in a byte."""
         import torch
 
-        entry = in_bytes(self.entry(name))
+        entry = as_byte_entry(self.entry(name))
         if entry.dtype not in torch_dtypes():
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: rows of {entry.dtype} {list(entry.shape)} end in a byte")
         return torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")

@@ -71,7 +71,7 @@ def local_path(ref: str | os.PathLike[str]) -> Path:
     Of a split GGUF file it is the first part.  Files of the hub go into huggingface_hub's cache, with its token and offline mode;
     those of other servers into qdsl's.  Raises CheckpointError for a reference that names nothing or several files, and OSError.
     """
-    target = parsed(ref)
+    target = parse_reference(ref)
     if isinstance(target, Repository):
         return _from_hub(target, os.fspath(ref))
     if isinstance(target, Url):
@@ -93,7 +93,7 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def similar(path: Path) -> str:
+def path_hint(path: Path) -> str:
     """`; did you mean ...?` with names that resemble a path's, next to where it would be; '' for none."""
     with suppress(OSError):
         names = [other.name for other in path.absolute().parent.iterdir() if not other.name.startswith(".")]
@@ -108,7 +108,7 @@ def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
 
     Remote files become temporary sparse files, with holes in place of large tensors.  Raises CheckpointError, OSError.
     """
-    target = parsed(ref)
+    target = parse_reference(ref)
     if isinstance(target, Path) or (isinstance(target, Repository) and _is_offline(os.fspath(ref))):
         yield local_path(ref)
         return
@@ -123,14 +123,14 @@ def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
 
 def has_file(ref: str | os.PathLike[str], name: str) -> bool:
     """Whether a folder or a repository has a file of this name; other references have none.  Raises CheckpointError."""
-    target = parsed(ref)
+    target = parse_reference(ref)
     if isinstance(target, Repository):
         with _hub_errors(os.fspath(ref)) as is_cut_off:
             return target.file is None and target.quant is None and name in _names(_hub(os.fspath(ref)), target, is_cut_off)
     return isinstance(target, Path) and (target / name).is_file()
 
 
-def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
+def parse_reference(ref: str | os.PathLike[str]) -> Path | Repository | Url:
     """Parses a reference.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
     text = os.path.expanduser(ref)                               # shells do that, and Python's own functions do not
     if Path(text).exists():
@@ -138,7 +138,7 @@ def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
     folder, _, quant = text.rpartition(":")
     if folder and Path(folder).is_dir():
         names = [str(path.relative_to(folder)) for path in sorted(Path(folder).rglob("*.gguf"))]
-        return Path(folder) / chosen(names, quant, text)[0]
+        return Path(folder) / gguf_files_of_quant(names, quant, text)[0]
     if text.startswith(("https://", "http://")):
         place = urlsplit(text)
         match = _HUB_PATH.fullmatch(unquote(place.path)) if f"{place.scheme}://{place.netloc}" == _endpoint() else None
@@ -149,7 +149,7 @@ def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
     return Path(text) if match is None else Repository(match["repo"], match["revision"], match["file"], match["quant"])
 
 
-def chosen(names: Iterable[str], quant: str, ref: str) -> list[str]:
+def gguf_files_of_quant(names: Iterable[str], quant: str, ref: str) -> list[str]:
     """The names of the GGUF files of a QUANT; of a split one all parts in order.
 
     A name has QUANT between '-', '.' and '/', or after a '_' where it begins as types do, such as Q4.
@@ -199,7 +199,7 @@ def _hub(ref: str) -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}; `pip install huggingface_hub` to download "
+        raise CheckpointError(f"no file or folder {shown(ref)}{path_hint(Path(ref))}; `pip install huggingface_hub` to download "
                               "repositories") from None
     return huggingface_hub
 
@@ -222,10 +222,10 @@ def available(ref: str | Path, revision: str | None = None, cache_dir: str | Pat
     Where the hub cannot be reached, it is the repository's folder in huggingface_hub's cache.  The arguments are those of the
     libraries.  Raises CheckpointError for what is neither here nor there.
     """
-    text, target = os.fspath(ref), parsed(ref)
+    text, target = os.fspath(ref), parse_reference(ref)
     if isinstance(target, Path) and not target.exists():
         if _LIBRARY_NAME.fullmatch(text) is None or text.endswith(FILES):
-            raise CheckpointError(f"no file or folder {shown(text)}{similar(target)}")
+            raise CheckpointError(f"no file or folder {shown(text)}{path_hint(target)}")
         target = Repository(text)
     if not isinstance(target, Repository) or local_files_only or _is_offline(text):
         return target if isinstance(target, Path) else ref
@@ -276,7 +276,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 def _files(names: Sequence[str], repository: Repository, ref: str) -> list[str]:
     """The files that a reference to a repository names; [] for all that a model needs."""
     if repository.quant is not None:
-        return chosen(names, repository.quant, ref)
+        return gguf_files_of_quant(names, repository.quant, ref)
     if repository.file is not None:
         wanted = [name for name in split_names(repository.file) if name in names]
         return _one_set(wanted, ref, f"is not in the repository, which has {_listed(names)}")
@@ -335,7 +335,7 @@ def _hub_errors(ref: str) -> Iterator[bool]:
                           errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
             raise                                                # the hub's client is httpx, of which several versions exist
         if problem:
-            raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref)) or ', and'} {problem}") from None
+            raise CheckpointError(f"no file or folder {shown(ref)}{path_hint(Path(ref)) or ', and'} {problem}") from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
-        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}, and the hub says: "
+        raise CheckpointError(f"no file or folder {shown(ref)}{path_hint(Path(ref))}, and the hub says: "
                               f"{next(iter(lines), type(error).__name__)}") from error

@@ -63,7 +63,7 @@ def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume
         if resume:
             lines = journal_of(Path(file.name))
             journal = stack.enter_context(open(lines, "r+b", opener=lambda path, _: open_new(path)))
-        whole = _whole(file, journal, start, tensors, resume, checksums) if journal and resume else 0
+        whole = _keep_complete(file, journal, start, tensors, resume, checksums) if journal and resume else 0
         if not whole:
             file.write(start)
         for name, pieces, size, zeros in tensors[whole:]:
@@ -95,7 +95,7 @@ def _was_written(path: Path, start: bytes, tensors: Sequence[NewTensor], resume:
     journal = journal_of(part)
     if path.is_file() and journal.is_file() and not part.exists():
         with open_input(path) as file, open_input(journal) as lines:
-            is_complete = _complete(file, lines, start, tensors, resume, checksums)[0] == len(tensors) and not file.read(1)
+            is_complete = _count_complete(file, lines, start, tensors, resume, checksums)[0] == len(tensors) and not file.read(1)
         if is_complete:
             remove_last(journal)
             return True
@@ -104,10 +104,10 @@ def _was_written(path: Path, start: bytes, tensors: Sequence[NewTensor], resume:
     return False
 
 
-def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
-           checksums: dict[str, int]) -> int:
+def _keep_complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
+                   checksums: dict[str, int]) -> int:
     """How many tensors of an unfinished file are complete; cuts the file and the journal after them."""
-    count, end, place = _complete(file, journal, start, tensors, resume, checksums)
+    count, end, place = _count_complete(file, journal, start, tensors, resume, checksums)
     journal.truncate(end)
     journal.seek(end)
     file.truncate(place)
@@ -115,8 +115,8 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
     return count
 
 
-def _complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
-              checksums: dict[str, int]) -> tuple[int, int, int]:
+def _count_complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
+                    checksums: dict[str, int]) -> tuple[int, int, int]:
     """How many tensors are complete by the CRC of their bytes and inputs, and where they end in the journal and in the file."""
     count = end = place = 0
     lines = journal.readlines() if file.read(len(start)) == start else []

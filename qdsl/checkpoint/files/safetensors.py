@@ -85,7 +85,7 @@ class Entry:
         return self.stop - self.start
 
 
-def in_bytes(entry: Entry) -> Entry:
+def as_byte_entry(entry: Entry) -> Entry:
     """A tensor of elements under a byte, such as F4, as the bytes U8 that hold its rows; others, and partial bytes, unchanged."""
     bits = element_bits(entry.dtype) * (entry.shape[-1] if entry.shape else 1)
     if element_bits(entry.dtype) >= 8 or not entry.shape or bits % 8:
@@ -287,14 +287,14 @@ class TensorFile:
 
         Raises CheckpointError for an unknown name, a BOOL other than 0 and 1, rows that end in a byte, or a closed file.
         """
-        shape = in_bytes(self.entry(name)).shape
+        shape = as_byte_entry(self.entry(name)).shape
         return self.numbers(name, 0, math.prod(shape)).view(shape)
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor.  Raises CheckpointError as `tensor` does."""
         import torch
 
-        entry = in_bytes(self.entry(name))
+        entry = as_byte_entry(self.entry(name))
         if entry.dtype not in torch_dtypes():
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: rows of {entry.dtype} {list(entry.shape)} end in a byte")
         dtype = torch_dtypes()[entry.dtype]
@@ -365,7 +365,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
     plan = {}
     for name, tensor in tensors.items():
         dtype, shape = _described(name, tensor, target)
-        plan[name] = Chunks(dtype, shape, _asked(tensors, name, (dtype, shape), target))
+        plan[name] = Chunks(dtype, shape, _checked_bytes(tensors, name, (dtype, shape), target))
     write_chunks(target, plan, metadata)
 
 
@@ -377,13 +377,13 @@ def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], me
     Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
     """
     target = Path(path)
-    start, header = laid_out(target, {name: (chunks.dtype, chunks.shape) for name, chunks in tensors.items()}, metadata)
+    start, header = plan_header(target, {name: (chunks.dtype, chunks.shape) for name, chunks in tensors.items()}, metadata)
     write_tensors(target, start, [(name, tensors[name].pieces, entry.nbytes, 0) for name, entry in header.tensors.items()],
                   resume, state_checksums)
 
 
-def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
-             ) -> tuple[bytes, Header]:
+def plan_header(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
+                ) -> tuple[bytes, Header]:
     """The encoded header of a new file, from dtypes and shapes, and the parsed header with where each tensor goes.
 
     Raises CheckpointError for what read_header would refuse.
@@ -408,7 +408,8 @@ def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]
     return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, Path(path))
 
 
-def _asked(tensors: Mapping[str, torch.Tensor], name: str, expected: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:
+def _checked_bytes(tensors: Mapping[str, torch.Tensor], name: str, expected: tuple[str, tuple[int, ...]],
+                   path: Path) -> Iterator[Buffer]:
     """Yields the bytes of a tensor, which must still have the dtype and shape of the header."""
     tensor = tensors[name]
     if _described(name, tensor, path) != expected:

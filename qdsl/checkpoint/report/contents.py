@@ -22,8 +22,8 @@ from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown
-from qdsl.checkpoint.report.survey import by_kind, problem_tables, survey, tables, weights
-from qdsl.core.table import table, wrapped
+from qdsl.checkpoint.report.survey import by_kind, count_weights, problem_tables, survey, tables
+from qdsl.core.table import table_lines, wrapped
 from qdsl.core.text import counted
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
@@ -53,11 +53,11 @@ def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = Non
         tensors = [_gguf_tensor(tensor, _scale_problem(file, tensor) if check else "") for tensor in file.tensors.values()]
         metadata = {key: _gguf_value(value) for key, value in file.metadata.stored().items()}
         return {"file": str(path), "format": "gguf", "version": file.version, "alignment": file.alignment,
-                "files": len(file.paths), **_totals(tensors), "notes": [*file.notes, *_what_it_is(file)], "metadata": metadata,
+                "files": len(file.paths), **_totals(tensors), "notes": [*file.notes, *_kind_note(file)], "metadata": metadata,
                 **by_kind(key_findings(file)), "tensors": tensors}
 
 
-def _what_it_is(file: GgufFile) -> list[str]:
+def _kind_note(file: GgufFile) -> list[str]:
     """A note about a GGUF file that is no model."""
     if (kind := str(file.metadata.get("general.type", "model"))) != "model":
         return [f"general.type is {shown(kind)}, which is no model by itself"]
@@ -71,7 +71,7 @@ def _of_safetensors(path: Path, limit: int, shapes: Shapes | None, check: bool) 
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
         layers, totals = detected_shaped_layers(folder, shapes), _totals(tensors)
         layers = with_checked_scales(folder, layers) if check else layers
-        (count, nbytes), whole = weights(folder, layers), totals["total"]["nbytes"]
+        (count, nbytes), whole = count_weights(folder, layers), totals["total"]["nbytes"]
         totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
         notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]
         notes += [f"bits per weight are without {whole - nbytes} bytes of layers of no known format"] if whole > nbytes else []
@@ -170,12 +170,12 @@ def lines(report: Mapping[str, Any], width: int | None = None) -> list[str]:
     return [*(part for text in texts for part in wrapped(text, width)),
             *_block(["metadata", "type", "value"], metadata, "", width),
             *_block(["quantization", "", "settings"], settings, "", width), *surveyed,
-            *(part for text in _offer(report) for part in wrapped(text, width)),
+            *(part for text in _infer_hint(report) for part in wrapped(text, width)),
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>", width),
             *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>", width)]
 
 
-def _offer(report: Mapping[str, Any]) -> list[str]:
+def _infer_hint(report: Mapping[str, Any]) -> list[str]:
     """The command for a layer whose layout no format describes, or for a plain tensor of integers that may be a packed weight."""
     unknown = [name for layer in report.get("layers", []) if layer["format"] is None for name in layer["others"].values()]
     packed = [entry["name"] for entry in report.get("plain", [])
@@ -221,4 +221,4 @@ def _size(nbytes: int) -> str:
 
 def _block(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str, width: int | None) -> list[str]:
     """The lines of a table after an empty line; none for no rows."""
-    return ["", *table(heads, rows, right, width)] if rows else []
+    return ["", *table_lines(heads, rows, right, width)] if rows else []

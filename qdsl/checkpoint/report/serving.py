@@ -9,7 +9,7 @@ from typing import Any
 from qdsl.checkpoint.detect.groups import groups
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, packed_layers, piece, row_piece, vocabulary_rows
+from qdsl.checkpoint.report.shards import RankPiece, ShardError, merged_pieces, packed_layers, piece, row_piece, vocabulary_rows
 
 # How engines divide linear layers, by the last parts of their names; layers of other names are divided by rows.
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "wo", "w2", "attention.dense", "to_out.0",
@@ -57,7 +57,7 @@ def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> lis
 
 
 def _division(name: str, layer: Layer, config: Mapping[str, Any], whole_experts: bool) -> tuple[
-        str, Callable[[int, int], list[Piece]]]:
+        str, Callable[[int, int], list[RankPiece]]]:
     """The kind of a layer, and a function that returns the pieces of one rank."""
     n, parts = layer.shape[0], name.split(".")
     last = {".".join(parts[-count:]) for count in (1, 2)}

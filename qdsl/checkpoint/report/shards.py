@@ -13,7 +13,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
+from qdsl.core.borders import UNITS, StoredSpan, piece_step, shard_step, slice_targets, span
 from qdsl.core.stored import Description
 from qdsl.core.transforms import Transform
 
@@ -29,7 +29,7 @@ class ShardError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RankPiece:
     """The part of a layer of a checkpoint that one rank stores.
 
     layer: the whole layer of the checkpoint.  span: the rows (dim 'N') or columns ('K').  how: how a weight of them is computed
@@ -37,18 +37,18 @@ class Piece:
     """
 
     layer: Layer
-    span: Span
+    span: StoredSpan
     how: str
 
 
-def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[Piece]:
+def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[RankPiece]:
     """A rank's pieces of a layer whose rows are divided among ranks: one piece for each merged part, such as q, k, v or gate, up.
 
     name: of the model's layer, for messages.  layers: of the checkpoint; each has the rows of one or more parts.
     parts: for each part the rows of one rank, and the rows of the whole part.  Several ranks get the same rows where heads are
     fewer than ranks, as key and value heads.  Raises ShardError.
     """
-    pieces: list[Piece] = []
+    pieces: list[RankPiece] = []
     left = list(parts)
     for layer in layers:
         _check(name, layer)
@@ -69,7 +69,7 @@ def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int,
     return pieces
 
 
-def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> Piece:
+def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> RankPiece:
     """A rank's piece of a layer whose columns are divided among ranks, such as o_proj and down_proj.  Raises ShardError."""
     _check(name, layer)
     k = layer.shape[1]
@@ -84,14 +84,14 @@ def vocabulary_rows(rows: int, ranks: int, rank: int, padding: int = 64) -> tupl
     return min(rank * own, rows), min((rank + 1) * own, rows)
 
 
-def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int = 1) -> Piece:
+def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int = 1) -> RankPiece:
     """Rows ('N') or columns ('K') [start, stop) of a layer.  ranks: the number of ranks, for the message.
 
     Raises ShardError for a layer that is not recognised, and where a rank would hold more than MOST_PADDING times its part.
     """
     _check(name, layer)
     whole = layer.shape[dim == "K"]
-    step, how = _step(layer, dim, start, stop)
+    step, how = _step_and_method(layer, dim, start, stop)
     own = span(dim, start, stop, whole, step)
     if layer.act_order and dim == "K":
         own = _with_all_groups(layer, own, step)
@@ -100,11 +100,11 @@ def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int =
                          f"divided among {ranks} ranks along {dim}: {UNITS[dim]} {start} to {stop} lie in blocks of {step}; "
                          f"{_remedy(layer, dim, whole, ranks)}")
     extra = f"; {own.last - own.first - (stop - start)} {UNITS[dim]} more than its own" if own.is_padded else ""
-    return Piece(layer, own, how + extra)
+    return RankPiece(layer, own, how + extra)
 
 
 def _check(name: str, layer: Layer) -> None:
-    if problem := unservable(layer):
+    if problem := why_unservable(layer):
         raise ShardError(f"{shown(name)}: {problem}")
 
 
@@ -113,14 +113,14 @@ def why_transforms(transforms: Sequence[Transform]) -> str:
     return f"the layer transforms x ({transforms[0].label}), which no engine does; quantize the model without that"
 
 
-def unservable(layer: Layer) -> str:
+def why_unservable(layer: Layer) -> str:
     """Why a layer cannot be served in its packed form on any number of ranks; '' where it can."""
     if layer.transforms:
         return why_transforms(layer.transforms)
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 
-def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
+def _step_and_method(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
     """The step at whose multiples a piece can begin, and how its weight is computed."""
     format, whole = description_of(layer.format), layer.shape[dim == "K"]
     stored = format.layout(layer.storage, layer.params).values()
@@ -131,7 +131,7 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
         terms = [term for tensor in stored for axis in tensor.axes for term in axis.terms]
         steps = [term.by(sizes) for term in terms if term.dim == "K" and term.exact]
         return math.lcm(*steps), "packed again, with all groups"
-    for storage, params in targets(format, layer.storage, layer.params, layer.shape):
+    for storage, params in slice_targets(format, layer.storage, layer.params, layer.shape):
         step = piece_step(format, layer.params, layer.shape, dim, storage, params)
         if start % step or (stop % step and stop != whole) or (layer.act_order and storage != layer.storage):
             continue
@@ -145,7 +145,7 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
     return shard_step(format, layer.storage, layer.params, layer.shape, dim), "cut"
 
 
-def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
+def _with_all_groups(layer: Layer, own: StoredSpan, step: int) -> StoredSpan:
     """The columns that a rank stores of an act-order weight: enough that its smallest groups are as many as those of the whole
     weight.
     """
@@ -156,7 +156,7 @@ def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
     extra = max(0, needed - (own.last - own.first))
     last = min(k, own.last + -(-extra // step) * step)
     first = max(0, own.first - -(-max(0, needed - (last - own.first)) // step) * step)
-    return Span(own.dim, own.start, own.stop, first, last)
+    return StoredSpan(own.dim, own.start, own.stop, first, last)
 
 
 def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
@@ -176,7 +176,7 @@ def packed_layers(folder: Folder) -> dict[str, Layer]:
     """The packed layers of a checkpoint by name, experts of a stack one by one; unrecognised layers included."""
     is_streamed = folder.config.get("model_type") == STREAMED
     return {single.name: single for layer in layers(folder).layers
-            for single in single_experts(with_order(folder, layer), is_streamed)}
+            for single in single_experts(with_act_order(folder, layer), is_streamed)}
 
 
 def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
@@ -224,7 +224,7 @@ def _of_numbers() -> dict[str, Description]:
     return {str(format.detect["safetensors"]): format for format in descriptions() if "safetensors" in format.detect}
 
 
-def with_order(folder: Folder, layer: Layer) -> Layer:
+def with_act_order(folder: Folder, layer: Layer) -> Layer:
     """The layer, with `act_order` set where an index tensor assigns its columns to groups out of order.  Reads that tensor."""
     format = next((form for form in descriptions() if form.name == layer.format), None)
     layout = {} if format is None else format.layout(layer.storage, layer.params)

@@ -56,7 +56,7 @@ def by_kind(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
                    for finding in findings if finding.kind is kind] for name, kind in KINDS.items()}
 
 
-def weights(folder: Folder, layers: Layers) -> tuple[int, int]:
+def count_weights(folder: Folder, layers: Layers) -> tuple[int, int]:
     """The number of weights of layers, groups and plain tensors, and their size in bytes; without unrecognised layers."""
     coded = {full for layer in layers.layers for full in (*layer.tensors.values(), *layer.settings)}
     coded |= {full for layer in layers.groups for full in layer.tensors.values()}
@@ -120,12 +120,13 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     """The data of `survey` as tables: heads, rows, and which columns are right-aligned."""
     recognised = [row for row in data["layers"] if row["format"]]
     layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
-               _between(alike, "bits_per_weight"), _params(first["params"]), _others_text(first), first["by"]]
+               _value_range(alike, "bits_per_weight"), _params(first["params"]), _others_text(first), first["by"]]
               for name, alike in grouped(recognised, lambda row: (row["format"], row["storage"], _params(row["params"]),
                                                                    _extents(row), _others_text(row), row["by"]))
               for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
-               _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
+               _value_range(alike, "bits_per_weight"), _value_range(alike, "threads_per_block"),
+               _value_range(alike, "shared_memory"),
                _fitting(alike)]
               for name, alike in grouped(data["groups"], lambda row: (row["format"], tuple(row["weights"].values()),
                                                                        fits(row))) for first in alike[:1]]
@@ -182,24 +183,24 @@ def grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row["name"]), key(row)), []).append(row)
-    return [(_together([row["name"] for row in group]), group) for group in groups.values()]
+    return [(_name_of_alike([row["name"] for row in group]), group) for group in groups.values()]
 
 
-def _between(alike: Sequence[Mapping[str, Any]], key: str) -> str:
+def _value_range(alike: Sequence[Mapping[str, Any]], key: str) -> str:
     """The values of rows as 'least to largest'."""
     values = [f"{row[key]:.5g}" if isinstance(row[key], float) else str(row[key]) for row in
               sorted((row for row in alike if row[key] is not None), key=lambda row: float(row[key]))]
     return "-" if not values else values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
-def _together(names: Sequence[str]) -> str:
+def _name_of_alike(names: Sequence[str]) -> str:
     """One name for names that differ only in numbers: 'layers.{0-31}.mlp'."""
     numbers = [set(map(int, column)) for column in zip(*map(_NUMBER.findall, names), strict=True)]
     sets = iter(numbers)
-    return _NUMBER.sub(lambda match: match[0] if len(values := next(sets)) == 1 else "{" + _ranges(values) + "}", names[0])
+    return _NUMBER.sub(lambda match: match[0] if len(values := next(sets)) == 1 else "{" + _ranges_text(values) + "}", names[0])
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def _ranges_text(numbers: Iterable[int]) -> str:
     """The numbers as ranges: '0-2,5' for 0, 1, 2 and 5."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):

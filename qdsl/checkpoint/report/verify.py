@@ -26,7 +26,7 @@ Tell = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class DifferingValues:
     """Elements that differ (bytes, for dtypes under a byte): how many of how many, the index of the first, and both its values.
     """
 
@@ -46,7 +46,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class LargestDifference:
     """The two numbers of decoded tensors that differ most, their distance, and the largest magnitude in A."""
 
     distance: float
@@ -89,7 +89,7 @@ class Difference:
     kind: str
     a: str | None
     b: str | None
-    values: Values | Apart | Noise | None = None
+    values: DifferingValues | LargestDifference | Noise | None = None
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -129,7 +129,7 @@ def size(path: Path) -> int:
         return sum(folder.entry(name).nbytes for folder in models.values() for name in folder.names())
 
 
-def of_models(a: Path, b: Path, compare: Callable[[Path, Path, Tell], list[Difference]], tell: Tell) -> list[Difference]:
+def model_differences(a: Path, b: Path, compare: Callable[[Path, Path, Tell], list[Difference]], tell: Tell) -> list[Difference]:
     """All differences between two checkpoints, or between the models of diffusion pipelines; these have the model's name in
     front.
     """
@@ -197,7 +197,7 @@ def _pieces(a: Folder, b: Folder, name: str) -> Iterator[Piece]:
         yield Piece(name, paths, entries, start, min(start + PIECE, entries[0].nbytes))
 
 
-def _compared(pieces: list[Piece], jobs: int, tell: Tell) -> Iterator[tuple[str, Values]]:
+def _compared(pieces: list[Piece], jobs: int, tell: Tell) -> Iterator[tuple[str, DifferingValues]]:
     """Compares pieces in parallel; yields the tensors that differ."""
     done = 0
     parts_of: dict[str, list[PieceDifference]] = {}
@@ -245,14 +245,15 @@ def _differing(a: bytearray, b: bytearray, width: int) -> tuple[int, int]:
     return int(wrong.sum()), int(wrong.to(torch.uint8).argmax())
 
 
-def _values(entry: Entry, parts: list[PieceDifference]) -> Values:
+def _values(entry: Entry, parts: list[PieceDifference]) -> DifferingValues:
     bits, first = element_bits(entry.dtype), parts[0]
     index = index_of(first.first, entry.shape) if bits >= 8 else (first.first,)
-    return Values(sum(part.count for part in parts), entry.nbytes // max(1, bits // 8), index, _shown(entry.dtype, first.a),
-                  _shown(entry.dtype, first.b), "elements" if bits >= 8 else "bytes")
+    return DifferingValues(sum(part.count for part in parts), entry.nbytes // max(1, bits // 8), index,
+                           _element_text(entry.dtype, first.a), _element_text(entry.dtype, first.b),
+                           "elements" if bits >= 8 else "bytes")
 
 
-def _shown(dtype: str, data: bytes) -> str:
+def _element_text(dtype: str, data: bytes) -> str:
     """An element as a number and as bits."""
     import torch
 

@@ -18,7 +18,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.checkpoint.report import worker
-from qdsl.checkpoint.report.verify import Apart, Difference, Tell, bitwise, index_of
+from qdsl.checkpoint.report.verify import Difference, LargestDifference, Tell, bitwise, index_of
 from qdsl.host import progress
 from qdsl.host.processes import results
 
@@ -162,7 +162,7 @@ def _is_plain(a: Folder, b: Folder, pair: Pair, tolerance: float) -> bool:
 
 # The work of a process
 
-def compare(pair: Pair) -> Apart:
+def compare(pair: Pair) -> LargestDifference:
     """The two numbers of a pair that differ most; infinitely far where one of them is NaN."""
     a, b = (_numbers(folder, unit) for folder, unit in zip(worker.folders, (pair.a, pair.b), strict=True))
     shape = _shape(worker.folders[0], pair.a)
@@ -176,7 +176,7 @@ def compare(pair: Pair) -> Apart:
         return [(start, min(start + step, first + matrix)) for first in range(0, rows if columns else 0, max(1, matrix))
                 for start in range(first, first + matrix, step)]
 
-    worst, nbytes = Apart(0.0, 0.0), _nbytes(worker.folders[0], pair.a)
+    worst, nbytes = LargestDifference(0.0, 0.0), _nbytes(worker.folders[0], pair.a)
     with progress.step(progress.COMPARE, nbytes), progress.step_share(nbytes, rows):
         if all(_is_same(a, b, *tile) for tile in tiles(PACKED)):  # which takes a fifth of the time of decoding them, or less
             return worst
@@ -230,9 +230,9 @@ def _is_same(a: _Numbers, b: _Numbers, start: int, stop: int) -> bool:
 
 def _same_tensors(x: PackedWeight, y: PackedWeight) -> bool:
     """Whether the tensors of x, moved to the storage of y, are those of y; False if they cannot be moved word by word."""
-    from qdsl.runtime.weight.convert import moved
+    from qdsl.runtime.weight.convert import moved_tensors
 
-    tensors = {} if x.params != y.params else x.tensors if x.storage == y.storage else moved(x, y)
+    tensors = {} if x.params != y.params else x.tensors if x.storage == y.storage else moved_tensors(x, y)
     return bool(tensors) and tensors.keys() == y.tensors.keys() and all(
         same_bits(tensor, y.tensors[name]) for name, tensor in tensors.items())
 
@@ -252,7 +252,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
 
 
-def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:
+def _worse(worst: LargestDifference, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> LargestDifference:
     """The larger of the worst difference so far and that of the given elements, which begin at `start` of the flat tensor."""
     import torch
 
@@ -267,4 +267,5 @@ def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...
     largest = max(worst.largest, float(torch.where(x.isfinite(), x.abs(), 0.0).max()))
     if distance <= worst.distance:
         return replace(worst, largest=largest)
-    return Apart(distance, largest, index_of(start + place, shape), f"{float(x[place]):.9g}", f"{float(y[place]):.9g}")
+    return LargestDifference(distance, largest, index_of(start + place, shape), f"{float(x[place]):.9g}",
+                             f"{float(y[place]):.9g}")

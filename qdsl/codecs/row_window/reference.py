@@ -97,8 +97,7 @@ def _pack_codes(code: NDArray[np.uint8]) -> tuple[Words, Words]:
     two = (_together(even & 0x0003000300030003, 2) | _together(odd & 0x0003000300030003, 2) << 16).reshape(len(code), -1, 2)
     one = (_together(even >> 2 & 0x0001000100010001, 1) | _together(odd >> 2 & 0x0001000100010001, 1) << 16)
     four = one.reshape(len(code), -1, 4)
-    return (two[..., 0] | two[..., 1] << 8,
-            four[..., 0] | four[..., 1] << 4 | four[..., 2] << 8 | four[..., 3] << 12)
+    return (two[..., 0] | two[..., 1] << 8, four[..., 0] | four[..., 1] << 4 | four[..., 2] << 8 | four[..., 3] << 12)
 
 
 def _together(spread: Words, bits: int) -> Words:

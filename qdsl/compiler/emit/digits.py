@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 
-from qdsl.core.layout import Slice, refine
+from qdsl.core.layout import FieldSlice, refine
 
 CONTAINER = 64                                                   # the most bits
 
@@ -51,7 +51,7 @@ class SliceCut:
     first: the byte of the record at which the first container begins.
     """
 
-    part: Slice
+    part: FieldSlice
     bytes_: tuple[Digit, ...]
     bits: tuple[Digit, ...]
     container: int
@@ -85,12 +85,12 @@ class SliceCut:
         return f"{first} {'-' if step < 0 else '+'} {times}" if first else times
 
 
-def cut(part: Slice) -> SliceCut | None:
+def cut(part: FieldSlice) -> SliceCut | None:
     """The slice divided over bytes; None if byte digits and containers of up to eight bytes cannot represent it."""
     return _cut_base3_slice(part) if part.places else _cut_bit_slice(part, False) or _cut_bit_slice(part, True)
 
 
-def _cut_bit_slice(part: Slice, is_whole: bool) -> SliceCut | None:
+def _cut_bit_slice(part: FieldSlice, is_whole: bool) -> SliceCut | None:
     """The same for bits.  is_whole: digits inside one container are lanes, because containers of their parts would overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
@@ -119,7 +119,7 @@ def _cut_bit_slice(part: Slice, is_whole: bool) -> SliceCut | None:
     return SliceCut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
 
 
-def _cut_base3_slice(part: Slice) -> SliceCut | None:
+def _cut_base3_slice(part: FieldSlice) -> SliceCut | None:
     """Divides a slice of base-3 digits: digits that change the place in a byte are lanes, whether or not they change the byte."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []

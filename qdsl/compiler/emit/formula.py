@@ -159,16 +159,16 @@ def table_types(program: Program) -> dict[str, str]:
         users = [user for user in program.values if number in user.args and user.op != "float"]
         kind = "i32" if value.is_int and users else "f32"
         if len(program.spec.table(value.name).shape) > 1 and value.is_int:
-            kind = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
+            kind = "i8" if all(-128 <= end < 128 for step in _with_users(program, number) for end in step.range or ()) else "i32"
         kinds[value.name] = kind if kinds.get(value.name, kind) == kind else "i32"
     return kinds
 
 
-def _above(program: Program, number: int) -> list[Value]:
+def _with_users(program: Program, number: int) -> list[Value]:
     """A value and the integers that are computed from it."""
     value = program.values[number]
     users = [i for i, user in enumerate(program.values) if number in user.args and user.is_int]
-    return [value, *(step for i in users for step in _above(program, i))]
+    return [value, *(step for i in users for step in _with_users(program, i))]
 
 
 def step_lines(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
@@ -213,19 +213,19 @@ def integer_fields(program: Program) -> dict[str, int]:
         elif not value.is_int or value.op == "field":
             continue
         if value.op != "const":
-            leaves, low, high = _leaves(program, value)
+            leaves, low, high = _fields_and_range(program, value)
             bits = next(b for b in (8, 16, 32) if -(1 << b - 1) <= low and high < 1 << b - 1)
             widths.update({leaf: max(bits, widths.get(leaf, 8)) for leaf in leaves})
     return widths
 
 
-def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
+def _fields_and_range(program: Program, value: Value) -> tuple[set[str], int, int]:
     """The fields below an integer value, and the range of all its steps."""
     assert value.range is not None
     low, high = value.range
     leaves = {value.name} if value.op in ("field", "entry", "row") else set()
     for arg in value.args if value.op not in ("table", "entry", "row") else ():
-        names, small, large = _leaves(program, program.values[arg])
+        names, small, large = _fields_and_range(program, program.values[arg])
         leaves |= names
         low, high = min(low, small), max(high, large)
     return leaves, low, high

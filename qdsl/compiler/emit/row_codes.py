@@ -15,7 +15,7 @@ def constant_name(program: Program) -> str:
     return constant(word)
 
 
-def constant_lines(program: Program) -> list[list[str]]:
+def row_codes_constant(program: Program) -> list[list[str]]:
     """The lines of the constant; none for a program with the format's own fields."""
     codes = program.row_codes
     if codes is None:
@@ -25,7 +25,7 @@ def constant_lines(program: Program) -> list[list[str]]:
     return [wrap_items(f"{constant_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
 
 
-def codes_lines(program: Program) -> list[str]:
+def row_codes_lines(program: Program) -> list[str]:
     """Lines that compute the code; none for a program with the format's own fields."""
     codes = program.row_codes
     if codes is None:

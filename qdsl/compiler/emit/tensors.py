@@ -6,7 +6,7 @@ from qdsl.compiler.emit.digits import SliceCut, cut
 from qdsl.compiler.emit.views import BYTES, Chain, Label
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.core import stored
-from qdsl.core.layout import Slice
+from qdsl.core.layout import FieldSlice
 from qdsl.core.numbers import TORCH_FLOATS
 
 
@@ -33,8 +33,7 @@ def is_stored_as_field(field: Field, cuts: SliceCut) -> bool:
 
 def tensor_dtype(tensor: Tensor) -> str:
     number = tensor.element
-    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else \
-        f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
+    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
 
 
 def type_text(field: Field, tensor: Tensor, source: str, default: str) -> str:
@@ -100,7 +99,7 @@ def sizes(labels: list[Label]) -> list[int]:
     return [0 if isinstance(label, str) else label.extent for label in labels]
 
 
-def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> SliceCut:
+def cut_slice(tensor: Tensor, placement: Placement, part: FieldSlice) -> SliceCut:
     """The containers of up to 8 bytes that extract a slice from a record.  Raises Unsupported if none do."""
     containers = cut(part)
     if containers is None:
@@ -135,7 +134,7 @@ def _pad_text(tensor: Tensor) -> str:
     return f"pad({tensor.name}, ({zeros}0, -{tensor.name}.shape[{cut}] % {tensor.words}))"
 
 
-def to_axes(tensor: Tensor, chain: Chain) -> str:
+def restore_axes_text(tensor: Tensor, chain: Chain) -> str:
     """The inverse of digits_in_order: from the order of `axis_labels`, words last, to the stored tensor's axes."""
     word: list[Label] = [BYTES] if tensor.words > 1 else []
     groups = [[digit or BYTES for digit in axis.digits if digit or word] for axis in tensor.axes]

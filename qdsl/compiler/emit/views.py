@@ -80,7 +80,7 @@ class Chain:
         return Chain(f"{self.text}[{', '.join(shown)}]", kept)
 
 
-def region(records: Chain, cut: SliceCut, skip: int, size: int) -> tuple[Chain, tuple[Digit, ...]] | None:
+def view_bytes(records: Chain, cut: SliceCut, skip: int, size: int) -> tuple[Chain, tuple[Digit, ...]] | None:
     """The bytes of a slice's lanes, `skip` bytes after its first, in records of `size` bytes; always a view.
 
     The axes are those of the records, then byte digits with gaps between their values, then BYTES, which holds the returned

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from qdsl.compiler.ir.index import Domain, Index, product_of
 from qdsl.compiler.spec.model import Spec, Storage
 from qdsl.compiler.spec.source import Span, Text
-from qdsl.core.layout import Line, Slice
+from qdsl.core.layout import FieldSlice, RecordLine
 from qdsl.core.numbers import Number
 
 
@@ -46,7 +46,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Var:
+class AxisDigit:
     """A digit of a tensor's axis: `t < extent`.  exact: the extent divides evenly, so that there is no padding.
 
     spare: whole records may be padding, as in `ceil(K/1024)*8` records of 128 columns.
@@ -83,8 +83,8 @@ class Placement:
     digits: tuple[tuple[str, ...], ...]
     extents: tuple[int, ...]
     flat: bool
-    slices: tuple[Slice, ...] = ()
-    copies: tuple[Slice, ...] = ()
+    slices: tuple[FieldSlice, ...] = ()
+    copies: tuple[FieldSlice, ...] = ()
 
     @property
     def vars(self) -> tuple[str, ...]:
@@ -108,9 +108,9 @@ class Placement:
         return len({part.start for part in self.slices})
 
     @property
-    def cuts(self) -> tuple[tuple[Slice, ...], ...]:
+    def cuts(self) -> tuple[tuple[FieldSlice, ...], ...]:
         """The slices of all ranges of elements, grouped by equal bits."""
-        slices_by_bit: dict[int, tuple[Slice, ...]] = {}
+        slices_by_bit: dict[int, tuple[FieldSlice, ...]] = {}
         for part in self.slices:
             slices_by_bit[part.lo] = (*slices_by_bit.get(part.lo, ()), part)
         return tuple(slices_by_bit.values())
@@ -147,7 +147,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TensorSection:
     """The section of a stored tensor that holds another tensor: its first element, and the number of elements.
 
     Both count along a row (by_rows), which is then also the first axis of the section, or through the whole stored tensor.
@@ -173,9 +173,9 @@ class Tensor:
     name: str
     kind: str
     element: Number
-    vars: tuple[Var, ...]
+    vars: tuple[AxisDigit, ...]
     axes: tuple[Axis, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[RecordLine, ...]
     record_bits: int
     placements: tuple[Placement, ...]
     stored: StoredChange | None
@@ -186,7 +186,7 @@ class Tensor:
     record_span: Span
     stream: Stream | None = None
     seen: tuple[Text, ...] = ()
-    section: Section | None = None
+    section: TensorSection | None = None
     within: str = ""
 
     @property
@@ -199,7 +199,7 @@ class Tensor:
         """Elements per record."""
         return self.record_bits // self.element.bits
 
-    def var(self, name: str) -> Var:
+    def var(self, name: str) -> AxisDigit:
         return next(var for var in self.vars if var.name == name)
 
     def axis_extent(self, axis: Axis) -> Index:
@@ -235,7 +235,7 @@ Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of produ
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class AffineDecode:
     """Decode as w = (scale * (code + zero) + offset) * columns; every weight has a code, and groups have the rest.
 
     table: the table that the code indexes first, or ''.  columns: a field of every column, '/name' if it divides, or ''; kernels
@@ -258,7 +258,7 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class CodeFactor:
     """The share of a single weight in a field for `columns` weights: entries of a table row, or the field itself.
 
     numbers: the distinct values that a weight can have, in rising order.
@@ -279,7 +279,7 @@ class RowCodes:
     """
 
     code: str
-    factors: tuple[Factor, ...]
+    factors: tuple[CodeFactor, ...]
     order: tuple[int, ...]
 
 
@@ -384,7 +384,7 @@ class Program:
     defaults: Mapping[str, Index] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
     values: tuple[Value, ...] = ()
-    affine: Affine | None = None
+    affine: AffineDecode | None = None
     encode: Encode | None = None
     units: IterationUnits | None = None
     row_codes: RowCodes | None = None

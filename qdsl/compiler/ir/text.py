@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qdsl.compiler.ir.index import Index
-from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Terms, Value
+from qdsl.compiler.ir.program import Placement, Program, Tensor, TensorSection, Terms, Value
 
 
 def text(program: Program) -> str:
@@ -66,7 +66,7 @@ def _tensor_lines(tensor: Tensor) -> Iterator[str]:
     yield from (line for placement in tensor.placements for line in _placement_lines(placement))
 
 
-def _section(section: Section) -> str:
+def _section(section: TensorSection) -> str:
     return f"from {section.first} of {section.length} in {'rows of ' if section.by_rows else ''}{section.holder}"
 
 

@@ -9,7 +9,7 @@ from qdsl.compiler.ir.program import Program, Tensor
 from qdsl.compiler.passes.samples import axis_divisor, samples, size_axis
 from qdsl.compiler.spec.source import Problems
 from qdsl.core.codecs import CODECS
-from qdsl.core.shapes import axis, seen_shape
+from qdsl.core.shapes import axis, shape_in_files
 
 
 def check_claims(program: Program, problems: Problems) -> Program:
@@ -46,7 +46,7 @@ def _check_file_shape(program: Program, problems: Problems) -> None:
         if seen := tensors[0].seen:
             for sample in samples(program, defined):
                 own = sum(prod(var.extent(sample) for var in tensor.vars) * tensor.words for tensor in tensors)
-                if seen_shape([axis(extent.value) for extent in seen], sample["N"], sample["K"], sample, own) is None:
+                if shape_in_files([axis(extent.value) for extent in seen], sample["N"], sample["K"], sample, own) is None:
                     problems.add(seen[0].span, f"'{name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
                                                "which have no such shape")
                     break

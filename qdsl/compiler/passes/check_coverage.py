@@ -17,7 +17,7 @@ from qdsl.compiler.ir.index import Index, ceil, exact, text
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.samples import SampleSizes, distinct_samples, sample_sizes, samples_of
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
-from qdsl.core.layout import Clash, Line, coverage, record_pieces
+from qdsl.core.layout import CoverageClash, RecordLine, find_clash, record_pieces
 from qdsl.core.text import counted
 
 
@@ -95,11 +95,11 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: 
 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
-def _clash(lines: tuple[Line, ...], field: str, extents: tuple[int, ...], bits: frozenset[int]) -> Clash | None:
-    return coverage([piece for piece in record_pieces(lines) if piece.field == field], extents, bits)
+def _clash(lines: tuple[RecordLine, ...], field: str, extents: tuple[int, ...], bits: frozenset[int]) -> CoverageClash | None:
+    return find_clash([piece for piece in record_pieces(lines) if piece.field == field], extents, bits)
 
 
-def _describe_clash(field: Field, placement: Placement, clash: Clash) -> str:
+def _describe_clash(field: Field, placement: Placement, clash: CoverageClash) -> str:
     element = f"{field.name}[{', '.join(map(str, clash.index))}]" if clash.index else field.name
     if any(not 0 <= i < extent for i, extent in zip(clash.index, placement.extents, strict=True)):
         box = " x ".join(map(str, placement.extents))
@@ -123,14 +123,14 @@ def _spacing_note(tensor: Tensor, placement: Placement, field: str) -> list[str]
     return notes
 
 
-def _line_span(program: Program, tensor: Tensor, clash: Clash) -> Span:
+def _line_span(program: Program, tensor: Tensor, clash: CoverageClash) -> Span:
     """The line of the record with the first piece of a clash; the record's first line if there is none."""
     records = [item.record for item in program.authored.tensors if item.name.value == tensor.name]
     line = clash.pieces[0].line if clash.pieces else 0
     return records[0][line].span if records and len(records[0]) == len(tensor.lines) and clash.pieces else tensor.record_span
 
 
-def _first_broken_weight(field: Field, placement: Placement, clash: Clash) -> list[str]:
+def _first_broken_weight(field: Field, placement: Placement, clash: CoverageClash) -> list[str]:
     """Notes on the first weight that the clash affects."""
     if len(clash.index) != len(field.index) or not clash.index or min(clash.index) < 0:
         return []

@@ -230,9 +230,9 @@ def _check_blocks(program: Program, call: g.CallExpr, scheme: Scheme, roles: Map
             problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     if "sums" in roles:
         _check_sums(program, call, roles, constants, problems)
-    _check_levels(program, call, roles, (*LEVELS, *ALIKE) if "values" in constants else LEVELS, problems)
+    _check_same_subscripts(program, call, roles, (*LEVELS, *ALIKE) if "values" in constants else LEVELS, problems)
     if "levels" in roles:
-        _check_entries(program, call, roles, problems)
+        _check_level_count(program, call, roles, problems)
     if scheme.across:
         above = program.field(roles["super_scale"]).index if "super_scale" in roles else ()
         if above and flat_of(above[0]) is None:
@@ -246,11 +246,11 @@ def _check_blocks(program: Program, call: g.CallExpr, scheme: Scheme, roles: Map
     if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
         problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
     elif "grid" in constants:
-        _check_rows(program, call, roles, constants, whole, problems)
+        _check_table_rows(program, call, roles, constants, whole, problems)
 
 
-def _check_levels(program: Program, call: g.CallExpr, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
-                  problems: Problems) -> None:
+def _check_same_subscripts(program: Program, call: g.CallExpr, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
+                           problems: Problems) -> None:
     """Adds a problem if fields of one level have different subscripts."""
     for level in levels:
         present = [role for role in level if role in roles]
@@ -259,7 +259,7 @@ def _check_levels(program: Program, call: g.CallExpr, roles: Mapping[str, str], 
                 problems.add(call.span, f"'{roles[present[0]]}' and '{roles[role]}' belong to different blocks")
 
 
-def _check_entries(program: Program, call: g.CallExpr, roles: Mapping[str, str], problems: Problems) -> None:
+def _check_level_count(program: Program, call: g.CallExpr, roles: Mapping[str, str], problems: Problems) -> None:
     """Adds a problem unless a stored table has a level for every code."""
     for role, table in (("code", "levels"), ("residual", "residuals" if "residuals" in roles else "levels")):
         code, levels = program.field(roles.get(role, roles["code"])), program.field(roles[table])
@@ -290,8 +290,8 @@ def _check_sums(program: Program, call: g.CallExpr, roles: Mapping[str, str], co
                                      f"{field.number.low} to {field.number.high}")
 
 
-def _check_rows(program: Program, call: g.CallExpr, roles: Mapping[str, str], constants: Constants, sizes: list[int],
-                problems: Problems) -> None:
+def _check_table_rows(program: Program, call: g.CallExpr, roles: Mapping[str, str], constants: Constants, sizes: list[int],
+                      problems: Problems) -> None:
     """Checks that a table row has as many entries as columns share its code, and that other signs are per weight."""
     tables = {table.name.value: table for table in program.spec.tables}
     for role, name in (("code", "grid"), ("sign", "signs")):

@@ -16,7 +16,7 @@ from math import prod
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import IterationUnits, Placement, Program, Tensor, UnrolledDigit
 from qdsl.compiler.spec.source import Problems
-from qdsl.core.layout import Slice, refine, split
+from qdsl.core.layout import FieldSlice, refine, split_at_words
 
 MAX_WORDS = 8
 ROWS = 8                                                         # rows per unit: each has its own sum
@@ -72,7 +72,7 @@ def _units_of_words(program: Program) -> IterationUnits | None:
     if not full or len(tiles) > 1 or any(placement.flat or not placement.plain or placement.ranges > 1 for _, placement in full):
         return None
     tensor, first = max(full, key=lambda pair: sum(part.width for part in pair[1].slices))
-    cut = [split(part, owner.element.bits) for owner, placement in full for part in placement.slices]
+    cut = [split_at_words(part, owner.element.bits) for owner, placement in full for part in placement.slices]
     whole = None in cut
     if whole and any(owner.words > MAX_WORDS or owner.element.bits != 32 or placement.extents[0] > 1
                      for owner, placement in full):
@@ -97,7 +97,7 @@ def _units_of_words(program: Program) -> IterationUnits | None:
     return IterationUnits(tensor.name, axis, dict(zip("nk", first.extents, strict=True)), unit, lanes, whole)
 
 
-def _record_digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_RecordDigit] | None:
+def _record_digits(placement: Placement, cut: list[tuple[FieldSlice, FieldSlice]]) -> list[_RecordDigit] | None:
     """Digits of n and k inside a record, split at every border of slices; None if the borders do not nest."""
     digits: list[_RecordDigit] = []
     for axis, letter in enumerate("nk"):

@@ -58,7 +58,7 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
     program = _with_codes(programs)
-    if isinstance(program, str) or program.affine is None or _obstacle(program):
+    if isinstance(program, str) or program.affine is None or _why_not_planar(program):
         return None
     affine, whole = program.affine, _divisor(programs)
     code = program.field(affine.code)
@@ -66,8 +66,9 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     groups = [program.field(name) for name in (*affine.fields, *filter(None, others))]
     span = program.spec.span
     shares = _byte_shares(program)
-    tensors = [*_planes(program, code, affine.table, span),
-               *(_plain(program, field, whole, span, shares.get(field.name)) for field in groups if field not in shares.values())]
+    tensors = [*_plane_tensors(program, code, affine.table, span),
+               *(_plain_tensor(program, field, whole, span, shares.get(field.name)) for field in groups
+                 if field not in shares.values())]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
@@ -81,7 +82,7 @@ def why_no_planar(programs: Sequence[Program]) -> str:
     if any(program.storage == PLANAR for program in programs):
         return ""
     program = _with_codes([program for program in programs if program.params == programs[0].params])
-    return program if isinstance(program, str) else _obstacle(program)
+    return program if isinstance(program, str) else _why_not_planar(program)
 
 
 def _with_codes(programs: Sequence[Program]) -> Program | str:
@@ -95,7 +96,7 @@ def _divisor(programs: Sequence[Program]) -> int:
     return gcd(*(axis_divisor("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
 
 
-def _obstacle(program: Program) -> str:
+def _why_not_planar(program: Program) -> str:
     """The first condition of the planar storage that a format violates; '' if it meets all."""
     affine = program.affine
     if affine is None:
@@ -104,11 +105,11 @@ def _obstacle(program: Program) -> str:
     if not is_code(code.number, affine.table):
         types = f"{LOOKED_UP[0]} to {LOOKED_UP[-1]}" if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
-    if wrong := next(filter(None, (_obstacle_of_group(program, name) for name in affine.fields)), ""):
+    if wrong := next(filter(None, (_why_bad_group(program, name) for name in affine.fields)), ""):
         return wrong
     if affine.columns and program.field(affine.columns.removeprefix("/")).kind not in X_FLOATS | program.params.keys():
         return f"'{affine.columns.removeprefix('/')}' meets x, and is no {', '.join(sorted(X_FLOATS))}"
-    if is_stored(program, affine.table) and (wrong := _obstacle_of_table(program, program.field(affine.table))):
+    if is_stored(program, affine.table) and (wrong := _why_bad_table(program, program.field(affine.table))):
         return wrong
     for field in program.fields:
         if field.number and field.name not in (affine.code, *affine.fields, affine.columns.removeprefix("/"), affine.table):
@@ -122,7 +123,7 @@ def is_stored(program: Program, table: str) -> bool:
     return any(field.name == table for field in program.fields)
 
 
-def _obstacle_of_table(program: Program, table: Field) -> str:
+def _why_bad_table(program: Program, table: Field) -> str:
     """Why kernels cannot look codes up in a stored table; '' if they can: it has rows, of 16-bit or 32-bit floats."""
     if table.kind not in X_FLOATS | program.params.keys():
         return f"stored table '{table.name}' is no {', '.join(sorted(X_FLOATS))}"
@@ -131,7 +132,7 @@ def _obstacle_of_table(program: Program, table: Field) -> str:
     return ""
 
 
-def _obstacle_of_group(program: Program, name: str) -> str:
+def _why_bad_group(program: Program, name: str) -> str:
     """Why kernels cannot read a field of groups; '' if they can."""
     assert program.affine is not None
     if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
@@ -252,7 +253,7 @@ def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
     return None
 
 
-def _planes(program: Program, code: Field, table: str, span: Span) -> Iterator[Tensor]:
+def _plane_tensors(program: Program, code: Field, table: str, span: Span) -> Iterator[Tensor]:
     assert code.number is not None
     widths = PLANES[code.number.bits]
     is_float = float_of_table(program, table) is not None if table else code.number.is_float
@@ -287,7 +288,7 @@ def _byte_shares(program: Program) -> dict[str, Field]:
     return shares
 
 
-def _plain(program: Program, field: Field, divisor: int, span: Span, other: Field | None = None) -> Tensor:
+def _plain_tensor(program: Program, field: Field, divisor: int, span: Span, other: Field | None = None) -> Tensor:
     """A tensor of one field, rows first; integers below 8 bits are bytes, with `other` above.  K is a multiple of `divisor`."""
     assert field.number is not None
     pairs = [("k", "1")] if field.index == (ix.name("k"),) else axis_blocks(program, field) or []

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from qdsl.compiler.ir.index import name
-from qdsl.compiler.ir.program import Factor, Field, Program, RowCodes
+from qdsl.compiler.ir.program import CodeFactor, Field, Program, RowCodes
 from qdsl.compiler.passes.factor_decode import factor_decode
 from qdsl.compiler.passes.pair_levels import pair_order
 from qdsl.compiler.passes.type_decode import type_decode
@@ -63,7 +63,8 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
         return f"decode rounds what it makes of {', '.join(sorted(names))}"
     factors = [_field_factor(program, field, part) for field in fields]
     wrong = next((factor for factor in factors if isinstance(factor, str)), None)
-    return _replace_part_by_code(program, part, [one for one in factors if isinstance(one, Factor)]) if wrong is None else wrong
+    code_factors = [one for one in factors if isinstance(one, CodeFactor)]
+    return _replace_part_by_code(program, part, code_factors) if wrong is None else wrong
 
 
 def _columns_per_value(field: Field) -> int | None:
@@ -114,7 +115,7 @@ def _field_names(expr: g.Expr) -> Iterator[str]:
         yield from _field_names(part)
 
 
-def _field_factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
+def _field_factor(program: Program, field: Field, part: g.Expr) -> CodeFactor | str:
     """A field's factor of a weight, or why the field could not be recovered from it."""
     assert field.number is not None
     columns, count = _columns_per_value(field) or 1, field.number.high + 1
@@ -122,7 +123,7 @@ def _field_factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
         return f"decode reads '{field.name}' more than once"
     word = _row_table(part, field.name)
     if word == "":
-        return Factor(field.name, "", columns, tuple(range(count))) if count ** columns <= MAX_ROWS else \
+        return CodeFactor(field.name, "", columns, tuple(range(count))) if count ** columns <= MAX_ROWS else \
             f"'{field.name}' has more values than can be looked for"
     table = program.spec.table(word)
     if len(table.shape) != 2 or table.shape[0] != count:
@@ -133,7 +134,7 @@ def _field_factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
         return f"two rows of '{word}' are alike, and '{field.name}' could not be found again"
     if len(numbers) ** columns > MAX_ROWS:
         return f"rows of '{word}' have too many different entries"
-    return Factor(field.name, word, columns, numbers)
+    return CodeFactor(field.name, word, columns, numbers)
 
 
 def _row_table(expr: g.Expr, field: str) -> str:
@@ -182,13 +183,13 @@ def _pair_levels(program: Program, code: Field) -> Program:
     order = None if all(isinstance(level, int) for level in table.values) else pair_order(table.values)
     if order is None:
         return program
-    factor, numbers = Factor(code.name, "", 1, tuple(range(16))), tuple(table.values[place] for place in order)
+    factor, numbers = CodeFactor(code.name, "", 1, tuple(range(16))), tuple(table.values[place] for place in order)
     paired = _program_with_code(program, part, [factor], order, numbers, 1, ("code", "paired"))
     assert isinstance(paired, Program)
     return paired
 
 
-def _replace_part_by_code(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
+def _replace_part_by_code(program: Program, part: g.Expr, factors: list[CodeFactor]) -> Program | str:
     """The program of the spec in which a code replaces the part."""
     joint = [_evaluate(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
              for numbers in product(*(factor.numbers for factor in factors))]
@@ -198,7 +199,7 @@ def _replace_part_by_code(program: Program, part: g.Expr, factors: list[Factor])
     return _program_with_code(program, part, factors, order, *_scale_to_integers([joint[place] for place in order]))
 
 
-def _program_with_code(program: Program, part: g.Expr, factors: list[Factor], order: tuple[int, ...], numbers: Numbers,
+def _program_with_code(program: Program, part: g.Expr, factors: list[CodeFactor], order: tuple[int, ...], numbers: Numbers,
                        unit: float, words: tuple[str, str] = ("q", "levels")) -> Program | str:
     """The program of the spec in which the part is a code's number times a unit.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.program import Affine, Program, Terms, Value
+from qdsl.compiler.ir.program import AffineDecode, Program, Terms, Value
 from qdsl.compiler.spec.source import Problems
 from qdsl.core.numbers import round_to_f32
 
@@ -39,7 +39,7 @@ def why_not_affine(program: Program) -> str:
     return affine if isinstance(affine, str) else ""
 
 
-def _affine_form(program: Program) -> Affine | str:
+def _affine_form(program: Program) -> AffineDecode | str:
     """The affine form, or why there is none."""
     codes = [field.name for field in program.fields if field.index == (ix.name("n"), ix.name("k"))]
     if len(codes) != 1:
@@ -73,7 +73,7 @@ def _affine_form(program: Program) -> Affine | str:
     if len(terms) < 3:
         return "decode has a constant that float32 does not hold"
     table = code.partition("[")[0] if code != codes[0] else ""
-    return Affine(codes[0], terms[0], terms[1], terms[2], table, columns, lookups)
+    return AffineDecode(codes[0], terms[0], terms[1], terms[2], table, columns, lookups)
 
 
 def _column_factor(program: Program, sums: _Sum) -> str:

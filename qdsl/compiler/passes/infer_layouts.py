@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.compiler.spec.source import Problems
-from qdsl.core.layout import BYTE, Line, Piece, Slice, gather, record_pieces, split
+from qdsl.core.layout import BYTE, FieldSlice, RecordLine, RecordPiece, merge_pieces, record_pieces, split_at_words
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
@@ -53,7 +53,7 @@ def _infer_placements(tensor: Tensor, problems: Problems) -> Tensor:
                                              f"'{placement.field}'", "lines that share bytes store the same elements")
             return tensor
         if tensor.stored is not None and tensor.stored.field is None and any(
-                split(part, tensor.element.bits) is None for part in slices):
+                split_at_words(part, tensor.element.bits) is None for part in slices):
             problems.add(tensor.record_span, f"'stored' changes words of '{tensor.name}', and its elements cross words",
                          "give the change of a field instead")
         placements.append(replace(placement, slices=slices, copies=copies))
@@ -61,14 +61,14 @@ def _infer_placements(tensor: Tensor, problems: Problems) -> Tensor:
 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
-def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
-    return gather([piece for piece in record_pieces(lines) if piece.field == field])
+def _slices(lines: tuple[RecordLine, ...], field: str) -> tuple[FieldSlice, ...] | None:
+    return merge_pieces([piece for piece in record_pieces(lines) if piece.field == field])
 
 
 @lru_cache(maxsize=256)
-def _copied_slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
+def _copied_slices(lines: tuple[RecordLine, ...], field: str) -> tuple[FieldSlice, ...] | None:
     """The slices of second copies, third copies, and so on; None if some are incomplete or not strided."""
-    groups: list[list[Piece]] = []
+    groups: list[list[RecordPiece]] = []
     count: Counter[tuple[tuple[int, ...], int]] = Counter()
     for piece in record_pieces(lines):
         if piece.again == field:
@@ -79,5 +79,5 @@ def _copied_slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | N
     elements = {piece.index for piece in record_pieces(lines) if piece.field == field}
     if any(sum(piece.lo == lo for piece in group) < len(elements) for group in groups for lo in {piece.lo for piece in group}):
         return None
-    gathered = [gather(group) for group in groups]
+    gathered = [merge_pieces(group) for group in groups]
     return tuple(part for parts in gathered for part in parts or ()) if None not in gathered else None

@@ -15,7 +15,7 @@ from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Param, Spec, Storage
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.numbers import KNOWN_TYPES, find_number, near_type
+from qdsl.core.numbers import KNOWN_TYPES, find_number, similar_type
 from qdsl.core.shapes import ANY
 
 MAX_PROGRAMS = 160
@@ -95,7 +95,7 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
         if isinstance(value, str):
             if find_number(value) is None:
                 problems.add(name.span, f"parameter '{name}': unknown type '{value}'"
-                                        + (f"; did you mean '{near}'?" if (near := near_type(value)) else ""), KNOWN_TYPES)
+                                        + (f"; did you mean '{near}'?" if (near := similar_type(value)) else ""), KNOWN_TYPES)
             elif not structural:
                 problems.add(name.span, f"parameter '{name}' lists types, but no field or tensor is of type '{name}'")
         elif value < 1 and (structural or value != -1):

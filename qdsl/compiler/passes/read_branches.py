@@ -94,7 +94,8 @@ def _shown(field: str, role: Role) -> str:
     return f"'{field}' [{', '.join(role.extents)}]"
 
 
-def _read_tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: tuple[str, int] | None,
+def _read_tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.RecordItem | None,
+                 half: tuple[str, int] | None,
                  problems: Problems) -> BranchTensor | None:
     """The tensor of a branch's field; None, with a problem, if it is wrong.  half: how words hold the field."""
     roles = BRANCHES[branch.kind.value].roles
@@ -133,14 +134,15 @@ def _read_tensor(program: Program, branch: model.Branch, tensor: model.Tensor, i
                         tuple(alias.value for alias in tensor.aliases), half)
 
 
-def _record_fields(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, tuple[str, int] | None]]:
+def _record_fields(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.RecordItem | None, tuple[str, int] | None]]:
     """The single item of a record, with None; or two halves of a 32-bit word with their places.
 
     The low half is a list's index, the high half its value in f16.
     """
     lines = tensor.record
     items = lines[0].items if len(lines) == 1 and not lines[0].loops else ()
-    parts = [item for item in items if isinstance(item, g.Item) and not item.again and (item.part == "whole" or _is_half(item))]
+    parts = [item for item in items
+             if isinstance(item, g.RecordItem) and not item.again and (item.part == "whole" or _is_half(item))]
     listed = [roles.get(item.field.name if item.field is not None else "", Role(())) for item in parts]
     if len(parts) == len(items) == WORD // HALF and tensor.shape is not None and tensor.shape.type.name == INDEX \
             and [role.is_index for role in listed] == list(map(_is_half, parts)) and sum(map(_is_half, parts)) == 1 \
@@ -149,7 +151,7 @@ def _record_fields(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tupl
     return [(parts[0] if len(parts) == len(items) == 1 and not _is_half(parts[0]) else None, None)]
 
 
-def _is_half(item: g.Item) -> bool:
+def _is_half(item: g.RecordItem) -> bool:
     """Whether an item is the low half of a word."""
     return item.part == "lo" and isinstance(item.width, g.Number) and item.width.value == HALF
 
@@ -165,7 +167,8 @@ def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems
     return number.name in allowed
 
 
-def _subscripts(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Index], role: Role, constants: dict[str, Index],
+def _subscripts(item: g.RecordItem, field: str, names: Sequence[str], digits: Sequence[Index], role: Role,
+                constants: dict[str, Index],
                 problems: Problems) -> tuple[tuple[int, ...], ...] | None:
     """For every subscript its digits, slowest first, as indices into all digits; None, with a problem, if they do not match."""
     if len(item.index) != len(role.extents):

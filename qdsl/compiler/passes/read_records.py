@@ -13,7 +13,7 @@ from math import gcd, lcm, prod
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Atom, Domain, Index, name
-from qdsl.compiler.ir.program import Axis, Field, Placement, Program, StoredChange, Stream, Tensor, Var
+from qdsl.compiler.ir.program import Axis, AxisDigit, Field, Placement, Program, StoredChange, Stream, Tensor
 from qdsl.compiler.passes.record_lines import RecordReader, Weights, expand_products
 from qdsl.compiler.passes.samples import axis_divisor, size_axis
 from qdsl.compiler.passes.scope import Scope
@@ -23,7 +23,7 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, Text, did_you_mean
 from qdsl.core.codecs import CODECS
-from qdsl.core.layout import BASE, Affine, Line, record_pieces
+from qdsl.core.layout import BASE, Affine, RecordLine, record_pieces
 from qdsl.core.numbers import Number, number
 from qdsl.core.stored import PLANAR
 
@@ -145,7 +145,7 @@ def _is_by_columns(tensor: model.Tensor) -> bool:
     """Whether a tensor is [k<K] with the record `field[k]`."""
     digits = [digit for axis in tensor.shape.axes for digit in axis.digits] if tensor.shape is not None else []
     items = [item for line in tensor.record for item in (*line.loops, *line.items)]
-    if len(digits) != 1 or len(items) != 1 or digits[0] is None or not isinstance(items[0], g.Item):
+    if len(digits) != 1 or len(items) != 1 or digits[0] is None or not isinstance(items[0], g.RecordItem):
         return False
     names = [part.name if isinstance(part, g.Name) else "" for part in (digits[0].extent, *items[0].index)]
     return names == ["K", digits[0].name]
@@ -203,7 +203,7 @@ class _TensorReader:
                                          f"{kind.name}")
         return kind.name
 
-    def entropy_code(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
+    def entropy_code(self, element: Number, variables: tuple[AxisDigit, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""
         call = self.item.stream
         if call is None:
@@ -237,11 +237,11 @@ class _TensorReader:
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
-    def read_shape(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_shape(self, shape: g.Shape) -> tuple[Number, tuple[AxisDigit, ...], tuple[Axis, ...], tuple[RecordLine, ...]] | None:
         element = number_of(self.program, shape.type, self.problems, stored=True)
         scope = Scope({"N": name("N"), "K": name("K"), **self.constants, **self.program.dims},
                       f"the shape of '{self.item.name}'", self.problems, self.program.domain)
-        variables: list[Var] = []
+        variables: list[AxisDigit] = []
         axes: list[Axis] = []
         words = 0
         for axis in shape.axes:
@@ -255,7 +255,7 @@ class _TensorReader:
                 if digit.name in {var.name for var in variables} | self.constants.keys():
                     self.problems.add(digit.span, f"'{digit.name}' already names something else")
                 if extent is not None:
-                    variables.append(Var(digit.name, extent, True))
+                    variables.append(AxisDigit(digit.name, extent, True))
                     digits.append(digit.name)
             axes.append(Axis(tuple(digits)))
             if len(several := [digit for digit in digits if digit]) > 1:
@@ -274,7 +274,8 @@ class _TensorReader:
             return None
         return element, tuple(variables), tuple(axes), lines
 
-    def read_run(self, axis: Text | None) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_run(self, axis: Text | None,
+                 ) -> tuple[Number, tuple[AxisDigit, ...], tuple[Axis, ...], tuple[RecordLine, ...]] | None:
         """Bytes in records of consecutive elements along k: `u8[n<N, t<K/R word]` with local subscripts."""
         if axis is None:
             return None
@@ -296,7 +297,8 @@ class _TensorReader:
             step = run // self.shared_by(self.fields[field])
             self.records.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", step),)))]
         extent = ix.exact(name("K"), run)
-        return number("u8"), (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
+        digits = AxisDigit("n", name("N"), True), AxisDigit("t", extent, True)
+        return number("u8"), digits, (Axis(("n",)), Axis(("t", ""))), lines
 
     def shared_by(self, field: Field) -> int:
         """How many columns share a value of a field; 0, with a problem, if that is not constant."""
@@ -310,11 +312,12 @@ class _TensorReader:
             return 0
         return divisor.const
 
-    def highest(self, lines: tuple[Line, ...], field: str) -> int:
+    def highest(self, lines: tuple[RecordLine, ...], field: str) -> int:
         """The largest local subscript of a field in the record."""
         return max(piece.index[-1] for piece in record_pieces(lines) if piece.field == field)
 
-    def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...], variables: tuple[Var, ...],
+    def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[RecordLine, ...],
+                  variables: tuple[AxisDigit, ...],
                   ) -> Placement | None:
         """The digits that select the record of each coordinate; all items of a field must agree."""
         loops = {loop for line in lines for loop, _ in line.loops}
@@ -344,7 +347,7 @@ class _TensorReader:
         return ((moves[0][0][0], ""), moves[0][0][1]) if moves[0] else (("",), box)
 
     def carrying_digits(self, field: str, moves: list[dict[str, int]], units: list[Weights], loops: set[str], box: int,
-                        variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
+                        variables: tuple[AxisDigit, ...]) -> tuple[tuple[str, ...], int] | None:
         """Variables and a record's elements as digits of one number, each stepping by the product of faster extents."""
         span = self.item.record_text.span
         inside = {unit for factors in units for moving, unit in factors.items() if not moving or moving in loops}
@@ -390,8 +393,8 @@ class _TensorReader:
             return None if extent is None else (loop, extent)
         return None
 
-    def read_dense(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
-                   ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_dense(self, element: Number, variables: tuple[AxisDigit, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
+                   ) -> tuple[Number, tuple[AxisDigit, ...], tuple[Axis, ...], tuple[RecordLine, ...]] | None:
         """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`.
 
         The last record may be partial, and ends with the stream.
@@ -413,12 +416,12 @@ class _TensorReader:
         words = period * bits // element.bits
         end = ix.ceil(extent * words, period) if words > 1 and period > 1 else None
         axes = tuple(Axis((tile, ""), end) if axis.digits == ("",) else axis for axis in axes)
-        lines = (Line(((loop.name, period), *lines[0].loops), items),)
-        return element, (*variables, Var(tile, ix.ceil(extent, period), True)), axes, lines
+        lines = (RecordLine(((loop.name, period), *lines[0].loops), items),)
+        return element, (*variables, AxisDigit(tile, ix.ceil(extent, period), True)), axes, lines
 
     # -- stored operations --------------------------------------------------------------------------------------------
 
-    def stored_change(self, element: Number, lines: tuple[Line, ...]) -> StoredChange | None:
+    def stored_change(self, element: Number, lines: tuple[RecordLine, ...]) -> StoredChange | None:
         """The rule of `stored` that applies to this program's parameters."""
         changes: list[StoredChange] = []
         for rule in self.item.stored:

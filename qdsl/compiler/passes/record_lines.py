@@ -17,7 +17,7 @@ from qdsl.compiler.passes.type_fields import AXES, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
-from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Line, RecordItem
+from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, RecordItem, RecordLine
 
 MAX_PIECES = 1 << 14
 MAX_WIDTH = 64
@@ -42,10 +42,11 @@ class RecordReader:
         self.weights: dict[str, list[tuple[Weights, ...]]] = {}
         self.what = f"the record of '{item.name}'"
 
-    def read_lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
+    def read_lines(self, record: tuple[g.RecordLine, ...], variables: set[str], local: bool = False,
+                   ) -> tuple[RecordLine, ...] | None:
         """The record with constant loops, widths and linear subscripts."""
-        lines: list[Line] = []
-        kept: list[g.Line] = []
+        lines: list[RecordLine] = []
+        kept: list[g.RecordLine] = []
         pieces = 0
         for line in record:
             loops = self.read_loops(line.loops, variables)
@@ -63,7 +64,7 @@ class RecordReader:
                 self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
                 return None
             kept.append(line)
-            lines.append(Line(tuple(loops), items))
+            lines.append(RecordLine(tuple(loops), items))
             for item in items:
                 if item.field is not None and not item.again:
                     self.used.setdefault(item.field, []).append(item.index[1:] if local else item.index)
@@ -72,7 +73,7 @@ class RecordReader:
             return None
         return tuple(lines) if self.has_originals(kept, lines) else None
 
-    def has_originals(self, record: Sequence[g.Line], lines: Sequence[Line]) -> bool:
+    def has_originals(self, record: Sequence[g.RecordLine], lines: Sequence[RecordLine]) -> bool:
         """Whether bits marked `again` are copies of items in equal loops; adds a problem if not."""
         stored = {_key(line, item) for line in lines for item in line.items if not item.again}
         spans = [item.span for line in record for item in line.fields if item.again]
@@ -104,9 +105,9 @@ class RecordReader:
             extents.append((loop.name, extent))
         return extents
 
-    def read_items(self, item: g.Item | g.LineGroup, names: set[str], local: bool) -> list[RecordItem] | None:
+    def read_items(self, item: g.RecordItem | g.LineGroup, names: set[str], local: bool) -> list[RecordItem] | None:
         """An item, or the items of a group in order, with its loops unrolled; None if one has a problem."""
-        if isinstance(item, g.Item):
+        if isinstance(item, g.RecordItem):
             read = self.read_item(item, names, local)
             return None if read is None else [read]
         loops, is_byte = self.read_loops(item.line.loops, names), isinstance(item, g.Digits)
@@ -136,7 +137,7 @@ class RecordReader:
             return True
         return False
 
-    def read_digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+    def read_digit(self, item: g.RecordItem, names: set[str], local: bool) -> RecordItem | None:
         """An item of a byte of base-3 digits: a whole element of two bits."""
         if item.field is None:
             self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
@@ -153,7 +154,7 @@ class RecordReader:
                                          f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
         return None
 
-    def read_item(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+    def read_item(self, item: g.RecordItem, names: set[str], local: bool) -> RecordItem | None:
         """An item with its subscripts, lowest bit and width; None, with a problem, if one is wrong."""
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
         if item.field is None:
@@ -236,7 +237,7 @@ def expand_products(index: Index) -> dict[tuple[Atom, ...], int]:
     return {key: value for key, value in sums.items() if value}
 
 
-def _key(line: Line, item: RecordItem) -> tuple[tuple[tuple[str, int], ...], RecordItem]:
+def _key(line: RecordLine, item: RecordItem) -> tuple[tuple[tuple[str, int], ...], RecordItem]:
     """An item, and the loops that it depends on."""
     names = {name for form in (*item.index, item.lo) for name, _ in form.terms}
     return tuple(loop for loop in line.loops if loop[0] in names), item

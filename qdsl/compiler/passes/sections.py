@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from qdsl.compiler.ir.index import Index, product_of
-from qdsl.compiler.ir.program import Program, Section, Tensor
+from qdsl.compiler.ir.program import Program, Tensor, TensorSection
 from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.passes.type_fields import parameters
 from qdsl.compiler.spec import grammar as g
@@ -55,7 +55,7 @@ def place_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], p
             continue
         lengths = [_length(other, holder.by_rows) for other in sections]
         before = sections.index(tensor)
-        section = Section(holder.name.value, holder.by_rows, _sum(lengths[:before]), _sum(lengths), holder.is_planes)
+        section = TensorSection(holder.name.value, holder.by_rows, _sum(lengths[:before]), _sum(lengths), holder.is_planes)
         placed.append(replace(tensor, section=section))
     return tuple(placed)
 

@@ -16,7 +16,7 @@ from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field as SpecField
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.numbers import KNOWN_TYPES, Number, find_number, near_type
+from qdsl.core.numbers import KNOWN_TYPES, Number, find_number, similar_type
 from qdsl.core.shapes import compiled_step, listed
 from qdsl.core.stored import PLANAR
 
@@ -103,7 +103,7 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
     number_type = find_number(word)
     if number_type is None or kind.extent is not None or (number_type.name == "u32" and not stored):
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
-        near = near_type(word)
+        near = similar_type(word)
         hint = f"; did you mean '{near}'?" if near else did_you_mean(word, lists)
         bits = word[1:] if word[0] in "ui" and word[1:] in {param.name.value for param in program.spec.params} else ""
         problems.add(kind.span, f"unknown type '{word}'{hint}", f"write {word[0]}{{{bits}}}" if bits else KNOWN_TYPES)

@@ -96,7 +96,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class RecordItem:
     """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, without a field, 'pad'.  again: a copy of bits stored elsewhere."""
 
     field: Name | None
@@ -112,7 +112,7 @@ class Item:
 class LineGroup:
     """`(j<16: q[n, 16*t + j])`: the items of a line inside of another line."""
 
-    line: Line
+    line: RecordLine
     span: Span
 
 
@@ -122,15 +122,15 @@ class Digits(LineGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RecordLine:
     """A line of a record: loops, and items in storage order."""
 
     loops: tuple[Loop, ...]
-    items: tuple[Item | LineGroup, ...]
+    items: tuple[RecordItem | LineGroup, ...]
     span: Span
 
     @property
-    def fields(self) -> Iterator[Item]:
+    def fields(self) -> Iterator[RecordItem]:
         """The items that are bits or digits, including those in groups."""
         for item in self.items:
             yield from item.line.fields if isinstance(item, LineGroup) else (item,)
@@ -219,7 +219,7 @@ def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
     return _parse_whole(text, _Parser.table)
 
 
-def parse_record(text: Text) -> tuple[Line, ...]:
+def parse_record(text: Text) -> tuple[RecordLine, ...]:
     """Record lines: each line of the text with the lines after it that are indented further; empty lines are skipped."""
     parts: list[tuple[int, int, int]] = []                       # begin, end and indentation of each line
     begin = 0
@@ -430,14 +430,14 @@ class _Parser:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def line(self) -> Line:
+    def line(self) -> RecordLine:
         loops = self.loops()
-        items: list[Item | LineGroup] = [self.item()]
+        items: list[RecordItem | LineGroup] = [self.item()]
         while self.token.kind != "end":
             if self.token.text == ",":
                 self.fail("the next item, without a comma between items")
             items.append(self.item())
-        return Line(tuple(loops), tuple(items), self.span(0))
+        return RecordLine(tuple(loops), tuple(items), self.span(0))
 
     def loops(self) -> list[Loop]:
         """Loops and the colon after them, or nothing."""
@@ -447,15 +447,15 @@ class _Parser:
                 loops.append(self.loop("another loop such as 'i<32', or ':'"))
         return loops
 
-    def inner(self) -> Line:
+    def inner(self) -> RecordLine:
         """The content of `base3(` or `(`, up to and past the closing bracket."""
         first, loops = self.at, self.loops()
         items = [self.field()]
         while not self.take(")"):
             items.append(self.field())
-        return Line(tuple(loops), tuple(items), self.span(first))
+        return RecordLine(tuple(loops), tuple(items), self.span(first))
 
-    def item(self) -> Item | LineGroup:
+    def item(self) -> RecordItem | LineGroup:
         begin = self.at
         if (begin == 0 or self.tokens[begin - 1].end < self.token.begin) and self.take("("):
             return LineGroup(self.inner(), self.span(begin))
@@ -471,14 +471,14 @@ class _Parser:
             return replace(item, again=True, span=self.span(begin))
         return self.field()
 
-    def field(self) -> Item:
+    def field(self) -> RecordItem:
         begin = self.at
         name = self.name("a field or 'pad:BITS'")
         if name.name == "pad" and self.take(":"):
-            return Item(None, (), "pad", None, self.width(), self.span(begin))
+            return RecordItem(None, (), "pad", None, self.width(), self.span(begin))
         index = self.many(self.expression, "]") if self.take("[") else ()
         if not self.take("."):
-            return Item(name, index, "whole", None, None, self.span(begin))
+            return RecordItem(name, index, "whole", None, None, self.span(begin))
         part = self.name("'lo', 'hi' or 'at(bit)'")
         lo = None
         if part.name == "at":
@@ -490,7 +490,7 @@ class _Parser:
             self.fail("'lo', 'hi' or 'at(bit)'")
         self.expect(":")
         width = self.width()
-        return Item(name, index, part.name, lo, width, self.span(begin))
+        return RecordItem(name, index, part.name, lo, width, self.span(begin))
 
     def width(self) -> Expr:
         if self.token.kind not in ("int", "name") and self.token.text != "(":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qdsl.compiler.spec.grammar import CallExpr, Expr, FieldType, Line, Shape
+from qdsl.compiler.spec.grammar import CallExpr, Expr, FieldType, RecordLine, Shape
 from qdsl.compiler.spec.source import Source, Span, Text
 from qdsl.core.shapes import ANY
 
@@ -97,7 +97,7 @@ class Tensor:
     name: Text
     shape: Shape | None
     run: Text | None
-    record: tuple[Line, ...]
+    record: tuple[RecordLine, ...]
     record_text: Text
     optional: Expr | None
     aliases: tuple[Text, ...]

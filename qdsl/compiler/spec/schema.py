@@ -18,7 +18,7 @@ from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, is_number, parse_computed_table, parse_numbers, read_table
 from qdsl.compiler.spec.tokens import GrammarError
-from qdsl.core.places import regular
+from qdsl.core.places import check_regular
 from qdsl.core.shapes import ANY, is_axis
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ MAX_ENTRIES = 64                # in a mapping or list: far more than any format
 
 def load(path: Path | str, name: str | None = None) -> Spec:
     """Read a spec file.  `name` is its name in messages.  Raises SpecError, or OSError if it cannot be read."""
-    data = regular(Path(path)).read_bytes()
+    data = check_regular(Path(path)).read_bytes()
     label = name or str(path)
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")
@@ -429,7 +429,7 @@ class _Reader:
 
     def holds_shape(self, tensor: Tensor) -> bool:
         """Whether a tensor holds N and K themselves: `i64[word]` with the record `N K`."""
-        items = [item for line in tensor.record for item in line.items if isinstance(item, grammar.Item)]
+        items = [item for line in tensor.record for item in line.items if isinstance(item, grammar.RecordItem)]
         names = [item.field.name for item in items if item.field is not None and not item.index and item.part == "whole"]
         if not {"N", "K"} & set(names):
             return False

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import Group, group_rules
-from qdsl.checkpoint.detect.guard import CLASS, describes_model, has_own_settings, unguarded
+from qdsl.checkpoint.detect.guard import CLASS, describes_model, has_own_settings, without_guard
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.references import local_headers
-from qdsl.checkpoint.files.safetensors import Entry, laid_out, shown
+from qdsl.checkpoint.files.safetensors import Entry, plan_header, shown
 from qdsl.host.files import read_bytes
 from qdsl.jobs.compress import codecs, original
 from qdsl.jobs.compress.codecs import Shape
@@ -228,7 +228,7 @@ def _plain_headers(folder: Folder, others: list[str], parts: Mapping[str, Encode
     names = shard_names(stem, len(used)) if stem else [path.name for path in used]
     default = {"format": "pt"} if stem else None
     metadata = {file.path: file.header.metadata or default for file in folder.files()}
-    return {name: laid_out(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
+    return {name: plan_header(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
 
 
 def _byte_sources(folder: Folder, files: Files, others: list[str], parts: Mapping[str, EncodedMatrix],
@@ -258,7 +258,7 @@ def _texts(folder: Folder, files: Files, index_name: str, described: Mapping[str
     of_groups = {rule["settings"] for rule in group_rules().values()}
     config = {key: value for key, value in described.items()
               if key not in of_groups and not (key == "quantization_config" and _is_own(value))}
-    config = config if has_own_settings(config) else unguarded(config)
+    config = config if has_own_settings(config) else without_guard(config)
     texts = {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     if folder.index or len(files) > 1:
         texts[index_name] = headers_index(files, folder.index)

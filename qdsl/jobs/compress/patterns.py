@@ -60,11 +60,11 @@ def default_patterns(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dic
     """
     linear = [module for module in sizes if not _EMBEDDING.search(module.rpartition(".")[2])]
     blocks: dict[str, list[str]] = {}
-    _gather(linear, blocks, 1)
+    _group_by_block(linear, blocks, 1)
     for block, inside in list(blocks.items()):
         if sum(sizes[module] for module in inside) > MOST:
             del blocks[block]
-            _gather(inside, blocks, 2)
+            _group_by_block(inside, blocks, 2)
             if block in blocks and sum(sizes[module] for module in blocks[block]) > MOST:
                 del blocks[block]
     alike: dict[str, dict[tuple[str, ...], list[str]]] = {}
@@ -78,7 +78,7 @@ def default_patterns(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dic
     return patterns | {re.escape(module): [] for module in sizes if module not in grouped}
 
 
-def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
+def _group_by_block(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
     """Add modules to `blocks` by their name up to their number at `depth`, or up to the last number before it."""
     for module in modules:
         parts = module.split(".")

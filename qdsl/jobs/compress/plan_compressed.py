@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import group_rules
-from qdsl.checkpoint.detect.guard import CLASS, guarded
+from qdsl.checkpoint.detect.guard import CLASS, with_guard
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import ranges_checksum
 from qdsl.checkpoint.files.folder import ORIGINAL
-from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
+from qdsl.checkpoint.files.safetensors import Header, plan_header, shown
 from qdsl.host.files import digest
 from qdsl.jobs.compress import original, pieces
 from qdsl.jobs.compress.codecs import STREAM_NAMES
@@ -113,7 +113,7 @@ def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
         start, header = file.old
     else:
         metadata = (file.old[1].metadata or None) if file.old else file.metadata
-        start, header = laid_out(name, {tensor: (data.dtype, data.shape) for tensor, data in file.tensors.items()}, metadata)
+        start, header = plan_header(name, {tensor: (data.dtype, data.shape) for tensor, data in file.tensors.items()}, metadata)
     steps = [Copy(tensor, data.path, data.start, data.nbytes, header.tensors[tensor].start)
              for tensor, data in file.tensors.items()]
     origins = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
@@ -171,4 +171,4 @@ def _config(model: Model, aim: Compression, patterns: Mapping[str, list[str]], c
         return None
     if not model.path.is_dir() or not model.has_settings:
         config["quantization_config"] = {"quant_method": OWN, "format": aim.format, "storage": aim.format, "version": VERSION}
-    return json.dumps(guarded(config), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(with_guard(config), indent=2, ensure_ascii=False) + "\n"

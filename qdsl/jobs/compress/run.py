@@ -50,8 +50,8 @@ def compress(path: Path, aim: Compression, out: Path, *, like: str | Path | None
     check_folder(out, path, like)
     with components.open_models(path) as folders:
         aim = replace(aim, only=components.selected_models(folders, aim.only))
-        request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
-                          "like": absolute_reference(like), **asdict(aim)})
+        request = _as_from_json({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
+                                 "like": absolute_reference(like), **asdict(aim)})
         if stage.was_ended(out, request):
             return _report(out, aim, (), (), [])
         work = _work(path, folders, aim, out, like, shapes)
@@ -117,7 +117,7 @@ def _jobs(work: _Work) -> int:
     return affordable(needed(max(sizes)), sum(sizes))
 
 
-def _plain(request: dict[str, Any]) -> dict[str, Any]:
+def _as_from_json(request: dict[str, Any]) -> dict[str, Any]:
     """A request as it comes back from JSON."""
     patterns = request.get("patterns")
     names = patterns and {key: list(parts) for key, parts in patterns.items()}

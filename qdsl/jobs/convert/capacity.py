@@ -70,7 +70,7 @@ class Capacity:
     commands: tuple[str, ...] = ()
 
 
-def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "") -> Capacity:
+def formats_that_fit(path: Path, vram: int, resident: Collection[str] = (), ref: str = "") -> Capacity:
     """The memory needs of a checkpoint, the best combinations of formats that fit, and the commands that write one.
 
     ref: the name of the checkpoint in commands, by default its path.
@@ -78,7 +78,7 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     Raises CheckpointError, RewriteError for a name that no model has, and OSError.
     """
     with components.open_models(path) as folders:
-        if missing := _missing(path, folders):
+        if missing := _missing_models(path, folders):
             raise RewriteError(f"{path}: no weights in {missing[0]}, which {components.PIPELINE} names")
         if unknown := [name for name in resident if name not in folders]:
             raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
@@ -90,7 +90,7 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
 
 
-def _missing(path: Path, folders: Collection[str]) -> list[str]:
+def _missing_models(path: Path, folders: Collection[str]) -> list[str]:
     """Models that a pipeline's index names and that have no folder with weights."""
     index = path / components.PIPELINE
     if not index.is_file():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.detect.rules import EXPERTS, numbers, saying
+from qdsl.checkpoint.detect.rules import EXPERTS, numbers, small_tensors_for
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.safetensors import Entry, torch_dtypes
@@ -84,7 +84,7 @@ def small_tensors(layer: Layer, format: WeightFormat, params: Mapping[str, int |
     """
     spec = description_of(format.name)
     values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
-    longest = saying(spec, {**values, **dict.fromkeys(numbers(spec), LONGEST)}, settings)
-    small = longest if single_numbers is None else saying(spec, {**values, **single_numbers}, settings)
+    longest = small_tensors_for(spec, {**values, **dict.fromkeys(numbers(spec), LONGEST)}, settings)
+    small = longest if single_numbers is None else small_tensors_for(spec, {**values, **single_numbers}, settings)
     dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
     return {name: (dtypes[dtype], shape, small[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}

@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import description_of, descriptions
-from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
+from qdsl.checkpoint.detect.guard import has_own_settings, with_guard, without_guard
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import LEFT_ALONE, header_settings, nested_settings, quantization
-from qdsl.checkpoint.detect.rules import OWN, same
+from qdsl.checkpoint.detect.rules import OWN, is_same
 from qdsl.checkpoint.detect.transforms import OWN_TRANSFORMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.verify_decoded import same_bits
-from qdsl.core.producer import ABOUT_RULE, WORDS, Place, Producer, Refusal
+from qdsl.core.producer import ABOUT_RULE, WORDS, Producer, Refusal, SettingsPlace
 from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
@@ -58,7 +58,7 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
                         f"its loaders know no quant_method {method}")
     for refusal in loading.refuses:
         removed = refusal.removes or (refusal.program,)
-        wrong = _refused(refusal, settings, shapes)
+        wrong = _refused_setting(refusal, settings, shapes)
         if wrong and not {*removed}.isdisjoint(others):
             others = [program for program in others if program not in removed]
             why[refusal.program] = refusal.why or f"its loaders know no {method} with {wrong}"
@@ -85,7 +85,7 @@ def _missing_need(folder: Folder, program: str) -> str:
     return ""
 
 
-def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tuple[int, int]]) -> str:
+def _refused_setting(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tuple[int, int]]) -> str:
     """The first setting that a program refuses, with its value; '' if some setting, or all shapes, are what it accepts.
 
     Settings of groups count like those of the whole checkpoint.  shapes: (N, K) of the weights.
@@ -96,7 +96,7 @@ def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tup
         blocks = whole.get(refusal.uneven) or ()
         uneven = next((f"{refusal.uneven} {whole[refusal.uneven]} for {N} x {K}" for N, K in shapes for extent, block in
                        zip((N, K), blocks, strict=False) if extent > block > 0 and extent % block), "")
-        if (not refusal.uneven or uneven) and all(any(same(whole.get(key), value) for value in values)
+        if (not refusal.uneven or uneven) and all(any(is_same(whole.get(key), value) for value in values)
                                                   for key, values in refusal.when.items()):
             return uneven or next((f"{key} {whole.get(key)}" for key in refusal.when), "")
     return ""
@@ -109,7 +109,7 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
     wholes: dict[str, dict[str, Any]] = {}
     touched: list[str] = []
     notes: list[str] = []
-    nested = [(Place(CONFIG, keys), "") for keys, _ in nested_settings(folder.config)]
+    nested = [(SettingsPlace(CONFIG, keys), "") for keys, _ in nested_settings(folder.config)]
     for place, producer in dict.fromkeys([*producers().places, *nested]):
         file, keys = place.file, place.at
         whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
@@ -119,7 +119,7 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
         touched.append(file)
         new, more = _settings(folder, settings, quantization(settings, file, producer).method, plan, layers)
         notes += more
-        stays = bool(new) and (not producer or same(quantization(settings, file, producer).method, new["quant_method"]))
+        stays = bool(new) and (not producer or is_same(quantization(settings, file, producer).method, new["quant_method"]))
         if not keys:
             wholes[file] = new if stays else {}
         elif stays:
@@ -143,7 +143,7 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
             if place.repeat and place.file == CONFIG:
                 wholes[CONFIG][place.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
-        config = (guarded if is_ours else unguarded)(wholes[CONFIG])
+        config = (with_guard if is_ours else without_guard)(wholes[CONFIG])
         weights = _weights(folder, layers)
         config = config_with_ties(config, weights, partial(_is_same, folder, weights, {layer.name for layer in plan.changed}))
         touched += [CONFIG] if config != wholes[CONFIG] else []
@@ -218,15 +218,15 @@ def _settings_and_note(folder: Folder, old: Mapping[str, Any], method: str, plan
         alike = len({*plan.storages}) == 1
         why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
             f"qdsl knows no other loader of {plan.format}.{plan.aim.storage}"
-        return _ours(folder, plan, layers), f"{why}: the config says qdsl"
+        return _qdsl_settings(folder, plan, layers), f"{why}: the config says qdsl"
     transforms, producer = _transforms(plan, layers), _written_as(folder, rule["quant_method"])
     if _is_own(rule, method, plan):
         return _adapted_settings(old, rule, first), ""
-    kept = {key: old[key] for key in _scheme_keys(producer) if same(method, rule["quant_method"]) and old.get(key)}
+    kept = {key: old[key] for key in _scheme_keys(producer) if is_same(method, rule["quant_method"]) and old.get(key)}
     unstated = [] if kept else [name for name, own in transforms.items() if not all(map(producer.states, own))]
     if unstated:                                                 # a loader that does not know them would ignore them
         label = transforms[unstated[0]][0].label
-        return _ours(folder, plan, layers), (
+        return _qdsl_settings(folder, plan, layers), (
             f"layers transform x, as {shown(unstated[0])} ({label}) and {len(unstated) - 1} more, which loaders of "
             f"{rule['quant_method']} do not: the config says qdsl")
     plain, wrong = unquantized_modules(folder, layers, rule["quant_method"])
@@ -251,7 +251,7 @@ def _written_as(folder: Folder, method: str) -> Producer:
     return producer.of_diffusers if DIFFUSERS in folder.config else producer
 
 
-def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
+def _qdsl_settings(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
     """qdsl's own settings: common ones, unquantized modules, and per-layer settings if layers differ."""
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
     settings = {name: {"format": format, "storage": storage, **params}
@@ -282,7 +282,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     only = len(format.storages) == 1                             # then no rule has to name it
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
-           and same(plan.aim.producer or rule["quant_method"], rule["quant_method"])
+           and is_same(plan.aim.producer or rule["quant_method"], rule["quant_method"])
            and (_is_own(rule, method, plan) or not _is_only_read(rule))]
     return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (full := _completed_rule(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
@@ -300,7 +300,7 @@ def check_settings(aim: Conversion) -> None:
     formats = [own for own in descriptions() if aim.format in ("", own.name) and aim.storage in own.storages]
     rules = [rule for own in formats for rule in own.detect.get("config", [])
              if rule.get("storage", aim.storage if len(own.storages) == 1 else "") == aim.storage]
-    if aim.producer and formats and not any(same(aim.producer, rule["quant_method"]) for rule in rules):
+    if aim.producer and formats and not any(is_same(aim.producer, rule["quant_method"]) for rule in rules):
         others = dict.fromkeys(rule["quant_method"] for rule in rules if not _is_only_read(rule))
         raise RewriteError(f"no settings of {shown(aim.producer)} describe layers in {aim.label}; those of "
                            f"{', '.join(others) or 'qdsl'} do")
@@ -328,7 +328,7 @@ def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[
 
 def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
     """Whether a rule is of the checkpoint's own producer, so that other settings of it stay."""
-    return same(method, rule["quant_method"]) and not plan.aim.requantize
+    return is_same(method, rule["quant_method"]) and not plan.aim.requantize
 
 
 def _completed_rule(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
@@ -394,7 +394,7 @@ def _added_settings(rule: Mapping[str, Any]) -> dict[str, Any]:
 def _adapted_settings(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
     own = producers().of(rule["quant_method"])
-    new = copy.deepcopy({**old} if own.groups is None else own.groups.expanded(old))
+    new = copy.deepcopy({**old} if own.groups is None else own.groups.expand_presets(old))
     if own.shorter is not None:                                  # new words have 32 bits
         new.pop(own.shorter.setting, None)
     names = {name: own.settings.get(name, name) for name in new}
@@ -407,13 +407,13 @@ def _adapted_settings(old: Mapping[str, Any], rule: Mapping[str, Any], params: M
         if own.groups is not None and key in own.groups.weights:
             places = [(group["weights"], [key]) for group in groups]
         else:
-            if not any(same(new.get(key), word) for word in words):
+            if not any(is_same(new.get(key), word) for word in words):
                 for group in groups:                             # readers guess for a group without the setting
                     group |= {key: new.get(key)} if group.get(key) is None else {}
             places = [(group, [key]) for group in groups if key in group]
             places += [(new, [name for name in names if names[name] == key] or [key])]
         for place, called in places:
-            if not isinstance(wanted, dict) or any(same(place.get(name), wrong) for name in called for wrong in wanted):
+            if not isinstance(wanted, dict) or any(is_same(place.get(name), wrong) for name in called for wrong in wanted):
                 _set_words(place, called, words)
     return new
 
@@ -425,7 +425,7 @@ def _mappings(value: object) -> list[dict[str, Any]]:
 def _set_words(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
     """Set these names to one of a rule's alternatives, the first if none is set yet."""
     for name in names:
-        if any(same(settings.get(name), word) for word in words):
+        if any(is_same(settings.get(name), word) for word in words):
             continue
         if words[0] == "null":
             del settings[name]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
-from qdsl.checkpoint.files.safetensors import Chunks, Header, laid_out, parse_header, read_header
+from qdsl.checkpoint.files.safetensors import Chunks, Header, parse_header, plan_header, read_header
 from qdsl.host import progress
 from qdsl.host.files import digest, read_chunks
 from qdsl.jobs.convert.change import LayerChange
@@ -97,7 +97,7 @@ def with_stream_sizes(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) 
     for change in changes:
         own = headers[change.label][1].tensors
         tensors |= {full: (own[full].dtype, own[full].shape) for full in change.names.values()}
-    start, head = laid_out(shard.name, tensors, old.metadata or None)
+    start, head = plan_header(shard.name, tensors, old.metadata or None)
     steps = [_moved(step, head, headers) for step in shard.steps]
     return Shard(shard.name, start, head.size, tuple(head.tensors), by_offset(steps), digest(shard.key, start.hex()))
 

@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import METADATA
 from qdsl.checkpoint.detect.rules import is_block
 from qdsl.core.producer import ABOUT_RULE
-from qdsl.core.shapes import seen_shape
+from qdsl.core.shapes import shape_in_files
 from qdsl.core.stored import Stored
 
 TENSORS = "tensors"                                              # key of a rule: the names of a storage's tensors in headers
@@ -37,7 +37,7 @@ def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int
     if stored is None or not stored.seen:
         return None
     spec = description_of(format)
-    return seen_shape(stored.seen, *layer_shape, spec.sizes_for(params, layer_shape), prod(shape))
+    return shape_in_files(stored.seen, *layer_shape, spec.sizes_for(params, layer_shape), prod(shape))
 
 
 def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
@@ -48,7 +48,7 @@ def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
     return f"{module}._{own}_{leaf.removeprefix(PREFIX)}".lstrip(".")
 
 
-def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
+def why_unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
     """Why a header cannot describe the weights of experts in one tensor; '' if it can, and for a layer without experts."""
     header_rule = rule(format, storage, params)
     if layer.experts is None or header_rule is None:
@@ -117,7 +117,8 @@ def texts(claims: HeaderClaims, changed: Mapping[str, str | None], kept: Sequenc
     return metadata
 
 
-def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
+def renew_metadata(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str],
+                   ) -> dict[str, str]:
     """A file's metadata with old texts about weights replaced by new ones.  changed: old names of weights."""
     headers = producers().headers
     gone = {*(header.weights for header in headers), *changed, *(name for name in plain if "." in name),

@@ -25,12 +25,12 @@ from qdsl.checkpoint.detect.transforms import why_not_contained
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import TensorFile, laid_out, shown, torch_dtypes
+from qdsl.checkpoint.files.safetensors import TensorFile, plan_header, shown, torch_dtypes
 from qdsl.core.options import FormatError, storage_name
-from qdsl.core.program import description
-from qdsl.core.shapes import granule, shared_blocks
+from qdsl.core.program import program_description
+from qdsl.core.shapes import shared_blocks, slicing_step
 from qdsl.core.stored import OF_QUANTIZED_X, Description
-from qdsl.core.text import listed
+from qdsl.core.text import join_names
 from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
 from qdsl.jobs.convert.change import LayerChange, small_tensors
@@ -137,7 +137,7 @@ def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Pl
     problems: list[tuple[Layer, str]] = []
     for layer in changed:
         try:
-            named[layer.name] = _named(folder, layer, aim, layers.quantizations[0].method if layers.quantizations else "")
+            named[layer.name] = _new_tensors(folder, layer, aim, layers.quantizations[0].method if layers.quantizations else "")
         except RewriteError as error:
             problems.append((layer, str(error)))
     if not aim.is_from_plain and not (aim.keep_misfits and named):
@@ -169,7 +169,7 @@ def changed_layers(folder: Folder, layers: Layers, aim: Conversion) -> list[Laye
                            f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
     changed = [layer for layer in wanted if not aim.is_reached(layer)]
     if not aim.requantize:
-        formats = {name: description(program_of(name)) for name in {layer.format for layer in changed}}
+        formats = {name: program_description(program_of(name)) for name in {layer.format for layer in changed}}
         problems = [(layer, _why_no_storage(formats[layer.format], aim.storage, layer.params)) for layer in changed]
         if all(why for _, why in problems):                      # of some, all reasons are listed when their tensors were read
             _refuse_storage(folder, aim, problems)
@@ -240,7 +240,7 @@ def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[L
     plain = [name for file in files for name in file.tensors if name not in ours]
     new = header.texts(HeaderClaims(folder), changed, kept, plain)
     gone = [*changed, *(layer.name for file in files for layer, _ in file.layers)]
-    return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
+    return {file.old.path: header.renew_metadata(file.old.header.metadata, new, gone, plain) for file in files}
 
 
 def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str) -> None:
@@ -256,7 +256,7 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str)
     raise RewriteError("\n".join([*lines[:MOST_PROBLEMS], *more, *advice]))
 
 
-def _named(folder: Folder, layer: Layer, aim: Conversion, method: str) -> _Named:
+def _new_tensors(folder: Folder, layer: Layer, aim: Conversion, method: str) -> _Named:
     """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
 
     method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
@@ -274,7 +274,7 @@ def _named(folder: Folder, layer: Layer, aim: Conversion, method: str) -> _Named
     if is_plain_target(layer, aim) and (why := why_not_contained(layer)):
         raise RewriteError(why)
     tensors = tensors_in(folder, layer, aim)
-    if wrong := header.unwritable(layer, format, aim.storage, params, list(tensors)):
+    if wrong := header.why_unwritable(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)
     named, foreign = [], producers().tensor_names(format)
     base = layer if layer.stacked else replace(layer, tensors={name: full for name, full in layer.tensors.items()
@@ -303,13 +303,14 @@ def tensors_in(folder: Folder, layer: Layer, aim: Conversion) -> dict[str, tuple
     spec = description_of(format.name)
     if aim.storage not in spec.storages:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
-                           f"{format.name} has no storage {shown(aim.storage)}; it has {listed(spec.storages)}")
+                           f"{format.name} has no storage {shown(aim.storage)}; it has {join_names(spec.storages)}")
     try:
         if layer.experts is not None and has_streams(layer, aim):
             raise RewriteError("an entropy code holds one matrix, and these are experts in one tensor")
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
-            [_stored(weight, _sample(weight, other, layer, aim), aim.is_exact(layer)) for weight in unread(folder, layer)]
+            [_whole_tensors(weight, _convert_first_rows(weight, other, layer, aim), aim.is_exact(layer))
+             for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(str(error)) from None
     if any(kinds != stored[0] for kinds in stored):
@@ -341,7 +342,7 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
         raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
     axes = [axis for tensor in other.layout.tensors.values() for axis in tensor.axes]
     axes += [axis for kind in other.variant.fields.values() for axis in kind.axes]
-    step = granule(axes, "N", other.sizes, layer.shape[1])       # for all experts; other.step is for one
+    step = slicing_step(axes, "N", other.sizes, layer.shape[1])  # for all experts; other.step is for one
     if layer.shape[0] % step:
         raise RewriteError(f"experts of {layer.shape[0]} rows would {shared_blocks(step)}")
 
@@ -358,7 +359,7 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     return {name: folder.config[name] for name in choices(description_of(format.name)) if name in folder.config}
 
 
-def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Conversion) -> PackedWeight:
+def _convert_first_rows(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Conversion) -> PackedWeight:
     """A weight's first rows after the conversion.  Raises FormatError if some rows cannot be converted."""
     import torch
 
@@ -376,14 +377,14 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Conver
     return samples[0]
 
 
-def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _whole_tensors(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors of a whole weight from those of some rows; all rows decide on tensors that are omitted by value."""
-    from qdsl.runtime.weight.convert import omitted
+    from qdsl.runtime.weight.convert import omitted_tensors
 
     names, layout = set(sample.tensors), sample.layout
     if exact and layout.omits:
         open_ = {name for name, stored in layout.tensors.items() if stored.optional in layout.omits}
-        names = names - open_ | open_ - omitted(weight.format.checked(weight), layout)
+        names = names - open_ | open_ - omitted_tensors(weight.format.checked(weight), layout)
     own = {name: weight.tensors[name] for name in sample.branch_names}       # their sizes depend on the numbers
     every = sample.format.stored(sample.derive(own, weight.shape))
     return {name: every[name] for name in every if name in names}
@@ -401,7 +402,7 @@ def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tu
     whole = format.empty(shape, storage, "meta", (), **params)
     rows = min(shape[0], whole.step("N"))
     ones = torch.ones(rows, shape[1], dtype=torch.float32, device="cpu")
-    return _stored(whole, with_scales(format.quantize(ones, storage, **dict(options))), False)
+    return _whole_tensors(whole, with_scales(format.quantize(ones, storage, **dict(options))), False)
 
 
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
@@ -432,7 +433,7 @@ def has_streams(layer: Layer, aim: Conversion) -> bool:
 def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Conversion, identities: Mapping[Path, list[Any]],
            model: str, sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
     path = file.old.path
-    start, head = laid_out(path, file.tensors, metadata)
+    start, head = plan_header(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [ConvertStep(layer, aim, {name: places[full] for name, full in names.items()}, names,

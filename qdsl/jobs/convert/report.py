@@ -34,7 +34,7 @@ def _cells(name: str, shape: str, format: str, group: Sequence[Mapping[str, Any]
             f"{relative_rms(noisy[0] if noisy else None):.2%}"]
 
 
-def left_lines(report: Mapping[str, Any]) -> list[str]:
+def unchanged_lines(report: Mapping[str, Any]) -> list[str]:
     """A line for each reason why layers are unchanged."""
     what = "plain" if "quantized" in report else "left as it was"
     by_reason: dict[str, list[str]] = {}

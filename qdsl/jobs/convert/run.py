@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.ignored import unmatched
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
-from qdsl.checkpoint.detect.ledger import Finding, refuse
+from qdsl.checkpoint.detect.ledger import Finding, refuse_changes
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
@@ -70,7 +70,7 @@ def convert(folder: Folder, detected: Layers, aim: Conversion, out: Path, *, job
     Raises RewriteError, CheckpointError and OSError.
     """
     stage.check_output(out, folder.path, force)
-    refuse(folder.path, detected.findings, aim.allow_unknown)
+    refuse_changes(folder.path, detected.findings, aim.allow_unknown)
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
@@ -90,7 +90,7 @@ def quantize(path: Path, aim: Conversion, out: Path, *, jobs: int | None = 1, pa
         moments = str((out / stage.STAGE / MOMENTS).absolute()) if calibrate else ""
         aim = replace(aim, only=components.selected_models(models, aim.only), moments=moments)
         detected = _detected(path, models, aim)
-        notes = refuse(path, missing(), aim.allow_unknown)
+        notes = refuse_changes(path, missing(), aim.allow_unknown)
         report = _rewrite(path, _quantized(path, detected, aim), aim, out, jobs, part, force, tell, calibrate)
     return {**report, "notes": [*report["notes"], *notes]}
 
@@ -101,7 +101,7 @@ def _detected(path: Path, models: Mapping[str, Folder], aim: Conversion) -> dict
         raise RewriteError(f"{path}: no model {shown(unknown[0])}: {_components(models)}")
     every = {name: (folder, layers(folder)) for name, folder in models.items()}
     for name, (folder, detected) in every.items():
-        refuse(folder.path, detected.findings, aim.allow_unknown)
+        refuse_changes(folder.path, detected.findings, aim.allow_unknown)
         is_selected = name in aim.only or not aim.only
         if is_selected and detected.layers:
             raise RewriteError(f"{folder.path}: layer {shown(detected.layers[0].name)} is quantized already; `qdsl convert "
@@ -153,7 +153,7 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Conversion, out: Path, j
         _encode(pieces if part is None else balanced_part(pieces, *part), jobs, models, tell)
         if part is not None:                                     # files are as long as the codes of all parts
             return _report(models, aim, out, [], 0, [], {})
-        models = _resized(models, pieces)
+        models = _with_actual_sizes(models, pieces)
         shards = [shard for model in models for shard in model.plan.shards]
     mine = shards if part is None else balanced_part(shards, *part)
     written = _write(mine, place, jobs, models, tell)
@@ -198,7 +198,7 @@ def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: 
         worker.finish()
 
 
-def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
+def _with_actual_sizes(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
     """The models with files of the actual sizes of entropy codes.  Raises RewriteError where pieces are missing."""
     every = {change.label: (piece.path, header) for piece, header in read_all(pieces, encoded.contents)
              for change in piece.changes}
@@ -237,7 +237,7 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
             models = [_Model("", folder, detected, plan(folder, detected, aim))]
         if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
             keep_intact(pieces, encoded.contents, affordable(0))
-            models = _resized(models, pieces)
+            models = _with_actual_sizes(models, pieces)
             _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, no_progress)
         shards = [shard for model in models for shard in model.plan.shards]
         missing_shards(shards, out, affordable(0))
@@ -272,7 +272,7 @@ def _report(models: Sequence[_Model], aim: Conversion, out: Path, shards: Sequen
     readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
     named = {layer.name for model in models for layer in (*model.plan.changed, *model.plan.kept)}
     named |= {name for model in models for name in (*model.left, *model.plan.left)}
-    allowed = [text for model in models for text in refuse(model.folder.path, model.layers.findings, allow_unknown=True)]
+    allowed = [text for model in models for text in refuse_changes(model.folder.path, model.layers.findings, allow_unknown=True)]
     notes = [*(f"not computed: {text}" for text in allowed), *unmatched(aim.ignore or aim.skip, sorted(named)),
              *(note for model in models for note in model.layers.notes),
              *(f"layer {shown(layer.name)}: {problem}" for layer in changed_layers for problem in layer.problems), *notes]
@@ -286,10 +286,10 @@ def _report(models: Sequence[_Model], aim: Conversion, out: Path, shards: Sequen
                 model.name: others for model, (_, others) in readable},
             "left": {within(model.name, name): why for model in models for name, why in
                      (model.left if aim.is_from_plain else model.plan.left).items()},
-            **(_of_plain(steps, sums) if aim.is_from_plain else {})}
+            **(_quantized_report(steps, sums) if aim.is_from_plain else {})}
 
 
-def _of_plain(steps: Mapping[str, LayerChange], sums: Mapping[str, Sums]) -> dict[str, Any]:
+def _quantized_report(steps: Mapping[str, LayerChange], sums: Mapping[str, Sums]) -> dict[str, Any]:
     """The part of a report about quantized plain layers."""
     rows: list[dict[str, Any]] = []
     for name, step in ((name, step) for name, step in steps.items() if name in sums):

@@ -19,9 +19,9 @@ from qdsl.host import progress
 from qdsl.jobs.convert.change import LayerChange, small_tensors
 from qdsl.jobs.convert.target import converted_weight, layer_format, weight_values
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.jobs.gguf.quality import Sums, quantization_error
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
-from qdsl.runtime.weight.transforms import folded
+from qdsl.runtime.weight.transforms import fold_transforms
 
 CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
@@ -80,7 +80,7 @@ def _converted(step: LayerChange, nbytes: float) -> Iterator[tuple[torch.Tensor 
         try:
             before = None if step.aim.is_exact(layer) else weight_values(weight)
             if before is not None and step.is_folded:
-                before = folded(before, layer.transforms, folder.tensor).float()
+                before = fold_transforms(before, layer.transforms, folder.tensor).float()
             with progress.step_share(nbytes * share, math.prod(layer.shape)):
                 packed = converted_weight(weight, layer, step.aim, shared, before, expert)
         except FormatError as error:
@@ -108,7 +108,7 @@ def error_of(before: torch.Tensor, after: PackedWeight) -> Sums:
     rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
     for start in range(0, before.shape[0], rows):
         part = after.cut("N", start, min(start + rows, before.shape[0]))
-        cost += measured(before[start:start + rows].float(), part.format.dequantize(part, torch.float32))
+        cost += quantization_error(before[start:start + rows].float(), part.format.dequantize(part, torch.float32))
         progress.advance_units(part.shape[0])
     return cost
 

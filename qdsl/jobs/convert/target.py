@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.checkpoint.detect.targets import format_target, producer_target, storage_target
 from qdsl.core.options import FormatError, choose_options
 from qdsl.core.places import UnknownSpec
-from qdsl.core.program import description, is_entropy_code
+from qdsl.core.program import is_entropy_code, program_description
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def parse_conversion(to: str, requantize: bool = False, params: Mapping[str, int
     program = program_of(name)
     try:
         chosen, options, storage = choose_options(
-            description(program), {**(params or {}), **({"storage": storage} if storage else {})})
+            program_description(program), {**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
         raise RewriteError(str(error)) from None
     if is_entropy_code(program, storage):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.report.verify import Difference, Noise
 from qdsl.host import progress
-from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.jobs.gguf.quality import Sums, quantization_error
 from qdsl.jobs.gguf.run import Task, encode
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _noise(quantized: Weights, source: Weights, name: str) -> Noise | None:
         weight = source.rows(name, start, stop).float()
         if tensor.type in TORCH:
             weight = weight.to(getattr(torch, TORCH[tensor.type])).float()
-        total += measured(weight, quantized.rows(name, start, stop).float())
+        total += quantization_error(weight, quantized.rows(name, start, stop).float())
         progress.advance_units(stop - start)
     if total.noise == 0.0:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.gguf_keys import key_findings
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.resume import Resume
@@ -42,7 +42,7 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
     """
     with GgufFile(path, copies=True) as file:
         check_output(out, *file.paths)
-        allowed = refuse(file.path, key_findings(file), allow_unknown)
+        allowed = refuse_changes(file.path, key_findings(file), allow_unknown)
         entries = [file.entry(name) for name in file.tensors]
         used = {other for entry in entries for other in companions(file, entry).values()}
         written = [entry for entry in entries if entry.name not in used]

@@ -49,7 +49,7 @@ def detect(names: Collection[str]) -> str | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def contradiction(chosen: str, detected: str | None, names: Collection[str]) -> str | None:
+def why_contradictory(chosen: str, detected: str | None, names: Collection[str]) -> str | None:
     """Why a model cannot have the architecture that the user chose; None where it can."""
     rules, plain = ARCHITECTURES[chosen], {name.removeprefix(PREFIX) for name in names}
     if wrong := [name for name in rules.not_with if name in plain]:

@@ -42,7 +42,7 @@ def decibels(signal: float, noise: float) -> float | None:
     return None if noise == 0.0 else 10 * math.log10(max(signal, 5e-324) / noise)
 
 
-def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -> Sums:
+def quantization_error(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -> Sums:
     """The sums of squares of a weight and of its error.  weight, stored: float32 [N, K]; importance: float32 [K].
 
     The importance of a weight x in a group of mean square s is importance * sqrt(s + x^2), as in ggml's search for scales.

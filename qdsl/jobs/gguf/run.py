@@ -29,7 +29,7 @@ from qdsl.jobs.gguf import QuantizeError
 from qdsl.jobs.gguf.imatrix import Imatrix
 from qdsl.jobs.gguf.mixes import IMATRIX_POWERS, Options
 from qdsl.jobs.gguf.plan_file import Plan, Step, without_imatrix
-from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.jobs.gguf.quality import Sums, quantization_error
 from qdsl.jobs.gguf.source import Source, Weights
 from qdsl.runtime import FormatError
 
@@ -205,7 +205,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     if task.type in TORCH:
         stored = weight.to(getattr(torch, TORCH[task.type]))
         _check_finite(stored, source, task.name, task.start, f" in {task.type}")
-        return bytes_of(stored), measured(weight, stored.float())
+        return bytes_of(stored), quantization_error(weight, stored.float())
     module = module_of(task.type)
     assert module is not None                                    # looked up before the first task
     try:
@@ -218,7 +218,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     except FormatError as error:
         raise QuantizeError(f"{source.path}: tensor {shown(task.name)}, rows {task.start} to {task.stop}: {error}") from None
     [blocks] = packed.tensors.values()
-    return bytes_of(blocks), measured(weight, module.dequantize(packed, torch.float32), task.importance)
+    return bytes_of(blocks), quantization_error(weight, module.dequantize(packed, torch.float32), task.importance)
 
 
 def _counted(importance: Tensor, power: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.files.components import PIPELINE
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
@@ -165,7 +165,7 @@ class Safetensors:
         self.folder = Folder(path, copies=True)
         self.paths = self.folder.shards
         detected = layers(self.folder)
-        refuse(path, detected.findings, allow_unknown)
+        refuse_changes(path, detected.findings, allow_unknown)
         refuse_groups(self.folder, detected.groups)
         shapes = {name: self.folder.entry(name).shape for name in self.folder.names()}
         wrapped = {name: shape for name, shape in shapes.items() if name.startswith(diffusion.PREFIX)}
@@ -202,7 +202,7 @@ class Safetensors:
         if detected is None and chosen is None:
             raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "
                                 f"{', '.join(diffusion.ARCHITECTURES)} it is")
-        if chosen is not None and (problem := diffusion.contradiction(chosen, detected, self.parts)):
+        if chosen is not None and (problem := diffusion.why_contradictory(chosen, detected, self.parts)):
             raise QuantizeError(f"{self.path}: {problem}")
         return str(chosen or detected)
 

@@ -17,7 +17,7 @@ from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT, read_object
 from qdsl.checkpoint.files.gguf import is_gguf
-from qdsl.checkpoint.files.references import Repository, available, local_path, parsed
+from qdsl.checkpoint.files.references import Repository, available, local_path, parse_reference
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.base import Base, stored_config
 from qdsl.models.diffusers.single_file import load_single_file
@@ -79,9 +79,9 @@ def pipeline_folder(ref: str | Path, passed: Sequence[str] = ()) -> Path:
 
     passed: components that the caller has, of which only configs are downloaded.
     """
-    target = parsed(ref)
+    target = parse_reference(ref)
     if isinstance(target, Repository):
-        target = parsed(available(ref))
+        target = parse_reference(available(ref))
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         folder = Path(DiffusionPipeline.download(target.name, revision=target.revision, **dict.fromkeys(passed, True)))
         index = DiffusionPipeline.load_config(folder)

@@ -23,7 +23,7 @@ from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError
-from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
+from qdsl.models.plugin import check_format, move_to_map, open_files, single_device, without_disk
 from qdsl.models.private_apis import float32_modules, has_adapters, hook_of, may_be_unexpected, set_config, uncast_patterns
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
@@ -77,7 +77,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         """Move the weights to the devices of a map that the library inferred from the filled model."""
         if self.report is not None and isinstance(device_map, dict):
             device_map.update(without_disk(device_map))
-            move(self._model, self._model.state_dict(), device_map)
+            move_to_map(self._model, self._model.state_dict(), device_map)
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """An empty state_dict, so that the library loads nothing."""

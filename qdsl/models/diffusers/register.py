@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer, parameter_dtype
-from qdsl.models.plugin import missing_part, saving
+from qdsl.models.plugin import missing_library_part, wrap_save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.runtime.torch.module import PackedModule
 
@@ -38,7 +38,7 @@ def register() -> None:
 
     Raises ImportError for a release of diffusers that is not as the plug-in uses it.
     """
-    if why := missing_part(USED):
+    if why := missing_library_part(USED):
         raise ImportError(f"qdsl.models.diffusers: diffusers {diffusers.__version__} {why}; install a tested release, 0.42: "
                           "pip install 'diffusers>=0.42,<0.43'")
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[OWN] = QdslConfig
@@ -47,8 +47,8 @@ def register() -> None:
         merge = DiffusersAutoQuantizer.merge_quantization_configs
         DiffusersAutoQuantizer.merge_quantization_configs = classmethod(_choosing(merge.__func__))
         _replace(modeling_utils.get_parameter_dtype, _computing(modeling_utils.get_parameter_dtype))
-        ModelMixin.save_pretrained = saving(ModelMixin.save_pretrained, QdslDiffusersQuantizer, lambda model: False,
-                                            {"variant": None, "safe_serialization": True, "use_flashpack": False})
+        ModelMixin.save_pretrained = wrap_save(ModelMixin.save_pretrained, QdslDiffusersQuantizer, lambda model: False,
+                                               {"variant": None, "safe_serialization": True, "use_flashpack": False})
         ModelMixin.save_pretrained.__wrapped_by_qdsl__ = True
     with suppress(ImportError):                                  # without peft there are no adapters
         from qdsl.models.lora import register as register_lora

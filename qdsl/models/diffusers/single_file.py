@@ -18,7 +18,7 @@ from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import is_gguf
 from qdsl.checkpoint.files.references import available, local_path
-from qdsl.models.base import Base, check_described, complete, stored_config
+from qdsl.models.base import Base, check_described, complete_folder, stored_config
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.names import Names
 from qdsl.models.private_apis import float32_modules, single_file_class
@@ -60,7 +60,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
         model = model_on_meta(cls, settings, dtype)
         quantizer = QdslDiffusersQuantizer(options, pre_quantized=True)
         if isinstance(file, FolderSource) and has_own_names:
-            complete(file, Names(model), settings, fetch)
+            complete_folder(file, Names(model), settings, fetch)
         source = file if has_own_names else mapped_source(cls, model, file, settings)
         quantizer.fill(model, Checkpoint(path, {"": source}), device, float32_modules(cls))
     model.is_quantized, model.quantization_method, model.hf_quantizer = True, options.quant_method, quantizer

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading, 
 from transformers.integrations import moe
 from transformers.quantizers import HfQuantizer, auto
 
-from qdsl.models.plugin import missing_part
+from qdsl.models.plugin import missing_library_part
 
 TESTED = "5.22, 5.23 and 5.24"                                   # releases with which all of this was run
 
@@ -34,7 +34,7 @@ USED: dict[Any, str] = {
 
 def check() -> None:
     """Raises ImportError for a release of transformers that lacks one of these parts or changed its parameters."""
-    if why := missing_part(USED):
+    if why := missing_library_part(USED):
         raise ImportError(sentence(why))
 
 

@@ -21,7 +21,7 @@ from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT, Folder, read_object
 from qdsl.checkpoint.files.references import local_path
-from qdsl.models.base import Base, check_described, complete, stored_config
+from qdsl.models.base import Base, check_described, complete_folder, stored_config
 from qdsl.models.conversions import Conversions
 from qdsl.models.names import Names
 from qdsl.models.save import QUANTIZATION
@@ -37,7 +37,7 @@ def _completed(path: Path, config: Mapping[str, Any], base: Base | None, is_veri
         checksums.check(path, is_optional=True)
     source = FolderSource(Folder(path))
     model.tie_weights()
-    complete(source, Names(model), config, base, lambda full: names.target(full)[0])
+    complete_folder(source, Names(model), config, base, lambda full: names.target(full)[0])
     return Checkpoint(path, {"": source})
 
 

@@ -14,9 +14,9 @@ from qdsl.checkpoint.detect.gguf_keys import plain, table
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
-from qdsl.checkpoint.files.references import Repository, available, local_path, parsed
+from qdsl.checkpoint.files.references import Repository, available, local_path, parse_reference
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.models.gguf_keys import contradictions, unknown, unused_keys, wrong_types
+from qdsl.models.gguf_keys import contradictions, unknown_keys, unused_keys, wrong_types
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.mapped_source import gguf_source, is_input_scale
@@ -56,7 +56,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         config = config_of(file, base) if config is None else config
         own = map_of(config.model_type, architecture)
         unused = unused_keys(file.metadata, own, bool(getattr(config, "rope_parameters", None))) if is_read else []
-        allowed = _check(config, file, own, options.allow_unknown, is_read, {*unused})
+        allowed = _check_metadata(config, file, own, options.allow_unknown, is_read, {*unused})
         own = with_additions(own, config, file, is_read)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
@@ -90,7 +90,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         is_greedy = sampling.get("temperature") == 0
         model.generation_config.update(**({} if is_greedy else {**sampling, "do_sample": True}))
     if vocabulary is not None and model.can_generate():
-        _set_ends(model.generation_config, vocabulary, keeps=base is not None)
+        _set_end_tokens(model.generation_config, vocabulary, keeps=base is not None)
     return model
 
 
@@ -109,7 +109,7 @@ def _architecture(file: GgufFile) -> str:
     return architecture
 
 
-def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool, unused: set[str]) -> list[str]:
+def _check_metadata(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool, unused: set[str]) -> list[str]:
     """Sentences about metadata that nothing explains.  Raises LoadError for them unless allowed, and for contradictions.
 
     is_read: the config is the file's own, so that a contradiction is what its class cannot say.
@@ -126,9 +126,8 @@ def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_re
     if problems:
         why = f"the config of {own.model_class} has no place for what the file says" if is_read else \
             f"the file and the config of {own.model_class} contradict each other"
-        raise LoadError("\n".join([f"{file.path}: {why}:",
-                                   *(f"  {problem}" for problem in problems)]))
-    problems = unknown(config, file.metadata, own, skip)
+        raise LoadError("\n".join([f"{file.path}: {why}:", *(f"  {problem}" for problem in problems)]))
+    problems = unknown_keys(config, file.metadata, own, skip)
     if problems and not allow_unknown:
         raise LoadError("\n".join([f"{file.path}: metadata is not understood; --allow-unknown, or allow_unknown=True, loads the "
                                    "file all the same:", *(f"  {problem}" for problem in problems)]))
@@ -142,7 +141,7 @@ def _vocabulary(file: GgufFile, path: Path) -> Vocabulary | None:
     return None
 
 
-def _set_ends(generation: Any, vocabulary: Vocabulary, keeps: bool) -> None:
+def _set_end_tokens(generation: Any, vocabulary: Vocabulary, keeps: bool) -> None:
     """Let generation end at the tokens at which llama.cpp's ends.  keeps: end at those that are set, too."""
     own = generation.eos_token_id if keeps else None
     ends = {*vocabulary.ends, *([own] if isinstance(own, int) else own or ())}
@@ -192,7 +191,7 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
 
 def gguf_path(ref: str | Path) -> Path | None:
     """The local path of a GGUF file, by its name or first bytes, downloaded if remote; of a folder its only one; else None."""
-    target = parsed(ref)
+    target = parse_reference(ref)
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
     path = components.gguf(local_path(ref))

@@ -112,27 +112,27 @@ CHOSEN, LEAST = 3, 2.0 ** -14                                    # the least sum
 def _route(model: Any, rule: Mapping[str, Any]) -> None:
     for module in model.modules():
         if type(module).__name__.endswith(("Router", "Gate")):
-            module.register_forward_hook(partial(_routed, rule), with_kwargs=True)
+            module.register_forward_hook(partial(_reroute, rule), with_kwargs=True)
 
 
-def _routed(rule: Mapping[str, Any], module: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _reroute(rule: Mapping[str, Any], module: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The output of a router (logits, weights and numbers of the chosen experts) with llama.cpp's choice and weights."""
     if len(output) == 2:                                         # weights of all experts, and logits, by which they are chosen
         weights, logits = output
-        chosen = _chosen(rule, logits, module.top_k)
+        chosen = _choose_experts(rule, logits, module.top_k)
         return torch.zeros_like(weights).scatter_(-1, chosen, logits.gather(-1, chosen).sigmoid().to(weights.dtype)), logits
     logits, weights, chosen = output
     scores = GATES[rule["gate"]](logits.float())
     biases = (*args[1:], *kwargs.values(), getattr(module, "e_score_correction_bias", None))
     choice = scores + next((bias for bias in biases if isinstance(bias, Tensor)), 0.0)
-    chosen = _chosen(rule, choice, chosen.shape[-1])
+    chosen = _choose_experts(rule, choice, chosen.shape[-1])
     own = scores.gather(-1, chosen)
     own = own.softmax(-1) if rule["gate"] == CHOSEN else own
     own = own / own.sum(-1, keepdim=True).clamp(min=LEAST) if rule["normed"] else own
     return logits, (own * rule["scale"]).to(weights.dtype), chosen
 
 
-def _chosen(rule: Mapping[str, Any], choice: Tensor, count: int) -> Tensor:
+def _choose_experts(rule: Mapping[str, Any], choice: Tensor, count: int) -> Tensor:
     """The numbers of the experts with the best numbers, in the groups whose two best have the best sum."""
     if rule["groups"] > 1:
         groups = choice.view(*choice.shape[:-1], rule["groups"], -1)
@@ -275,7 +275,7 @@ def _add_window(model: Any, window: int) -> None:
         "full_attention": create_sliding_window_causal_mask, "conv": create_recurrent_attention_mask}), with_kwargs=True)
 
 
-def _look_ahead(model: Any, is_causal: bool) -> None:
+def _set_causal(model: Any, is_causal: bool) -> None:
     model.config.is_causal = is_causal                           # of which transformers makes masks
     for module in model.modules():
         if hasattr(module, "is_causal"):
@@ -326,7 +326,7 @@ ADD: Mapping[str, Callable[[Any, Any], None]] = {
     "expert_gating_func": _route,
     "rope.dimension_count": _keep_unrotated, "rope.freq_base_swa": _add_window_rotary, "attention.sliding_window": _add_window,
     "rope.dimension_sections": lambda model, sections: None,     # which only orders rows
-    "attention.causal": _look_ahead, "attention.scale": lambda model, scale: model.set_attn_implementation("eager"),
+    "attention.causal": _set_causal, "attention.scale": lambda model, scale: model.set_attn_implementation("eager"),
     "attention.head_count": partial(_set_heads, ("q_proj",), ("o_proj", "out_proj")),
     "attention.head_count_kv": partial(_set_heads, ("k_proj", "v_proj"), ()),
     "attention.layer_norm_rms_epsilon": _set_epsilon, "attention.layer_norm_epsilon": _set_epsilon}

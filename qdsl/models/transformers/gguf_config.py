@@ -336,8 +336,7 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
         numbers["mixer_rms_eps"] = metadata["attention.layer_norm_rms_epsilon"]
     _set_products(numbers, metadata, own, usual)
     _set_latent(numbers, metadata, file, usual)
-    if not numbers.get(WINDOW) and hasattr(usual, WINDOW) and (
-            WINDOW in numbers or own.architecture not in table()["windowed"]):
+    if not numbers.get(WINDOW) and hasattr(usual, WINDOW) and (WINDOW in numbers or own.architecture not in table()["windowed"]):
         numbers[WINDOW] = metadata["context_length"] if own.model_type in table()["masked"] else None     # absent and 0 are none
     for entries in (_windows, _heads, _layers):
         numbers |= dict(entries(file, {**metadata, **numbers}, own, usual))

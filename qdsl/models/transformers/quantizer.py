@@ -18,9 +18,9 @@ from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.detect.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.detect.guard import FIELD, REPLACED, is_guard, without_guard
 from qdsl.checkpoint.detect.ignored import SKIPPED
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import refuse_changes
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import FolderSource, Source
 from qdsl.checkpoint.files.folder import INDEX, Folder
@@ -31,7 +31,7 @@ from qdsl.models.base import Base
 from qdsl.models.conversions import Conversions, ignored, layer_shapes, missing_parameters, reverted
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.findings import without_place
+from qdsl.models.findings import unplaced_findings
 from qdsl.models.load import fill_model, use_planar
 from qdsl.models.load_report import LoadReport, bytes_by_device
 from qdsl.models.names import Names
@@ -39,7 +39,7 @@ from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError, listed
-from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
+from qdsl.models.plugin import check_format, move_to_map, open_files, single_device, without_disk
 from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_unexpected
 from qdsl.models.save import save
 from qdsl.models.stacks import packed_names, usual_stacks
@@ -149,8 +149,8 @@ class QdslHfQuantizer(HfQuantizer):
         if names is not None and isinstance(source, FolderSource):
             places = {full: target for full in {*self.report.unused, *source.plain}
                       if (target := names.target(full)[0]) not in names.tensors}
-            unplaced = without_place(source, Names(model), places, model)
-            self.report.allowed += refuse(checkpoint.path, unplaced, config.allow_unknown)
+            unplaced = unplaced_findings(source, Names(model), places, model)
+            self.report.allowed += refuse_changes(checkpoint.path, unplaced, config.allow_unknown)
         targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()
         left = [name for name in sorted(targets) if source.groups and not ignored(name, config.skip)
                 and not any(re.search(pattern, name) for pattern in may_be_unexpected(model))]
@@ -179,7 +179,7 @@ class QdslHfQuantizer(HfQuantizer):
             if type(module) is nn.Embedding and getattr(module.weight, "_is_hf_initialized", False):
                 mark_initialized(module)
         if isinstance(self._device_map, Mapping):
-            move(model, placed, self._device_map)
+            move_to_map(model, placed, self._device_map)
         config = self.quantization_config
         if self.report is not None and not (config.match_dense or "storage" in config.options):
             # A map of several devices may offload those on a CPU, which accelerate knows by the names that they have.
@@ -213,7 +213,7 @@ class QdslHfQuantizer(HfQuantizer):
         if stored.get("model_type") != config.model_type:        # a part of a composite model
             return False
         folder = type(config).from_dict(_with_floats(stored))
-        _strip(folder)
+        _strip_settings(folder)
         return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._initial_config))
 
     # -- what the model can do ----------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def handed_over(config: Any, quantization_config: Any) -> Any:
         return quantization_config
     if getattr(config, "distributed_config", None) is not None:
         raise ValueError("tp_plan: transformers shards plain weights alone, no packed ones; use device_map=")
-    _strip(config)
+    _strip_settings(config)
     return quantization_config if settings is None else quantization_config.with_settings(settings)
 
 
@@ -372,13 +372,13 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             if name not in ("dtype", "quantization_config")}
 
 
-def _strip(config: Any) -> None:
+def _strip_settings(config: Any) -> None:
     """Remove quantization settings, and qdsl's guard against other loaders, from a config and its nested configs."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _strip(value)
+            _strip_settings(value)
         elif isinstance(value, dict):
-            vars(config)[name] = unguarded(value)
+            vars(config)[name] = without_guard(value)
     vars(config).pop("quantization_config", None)
     if is_guard(getattr(config, FIELD, None)):
         replaced = vars(config).pop(REPLACED, None)

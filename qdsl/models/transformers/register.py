@@ -11,7 +11,7 @@ from transformers.quantizers import auto
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.detect.rules import OWN
-from qdsl.models.plugin import saving
+from qdsl.models.plugin import wrap_save
 from qdsl.models.private_apis import has_adapters
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import check
@@ -30,9 +30,9 @@ def register() -> None:
     get = modeling_utils.get_hf_quantizer
     if not hasattr(get, "__wrapped__"):
         modeling_utils.get_hf_quantizer = _accept_any_producer(get)
-        PreTrainedModel.save_pretrained = saving(PreTrainedModel.save_pretrained, QdslHfQuantizer,
-                                                 has_adapters,
-                                                 {"state_dict": None, "variant": None})
+        PreTrainedModel.save_pretrained = wrap_save(PreTrainedModel.save_pretrained, QdslHfQuantizer,
+                                                    has_adapters,
+                                                    {"state_dict": None, "variant": None})
 
 
 def _accept_any_producer(get: Any) -> Any:

@@ -12,12 +12,12 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, unservable
-from qdsl.core.borders import Span
+from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, why_unservable
+from qdsl.core.borders import StoredSpan
 from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.models.shards import Collector, Part, needed
-from qdsl.runtime.weight.algebra import concatenated
+from qdsl.models.shards import Collector, RankPart, needed
+from qdsl.runtime.weight.algebra import concatenate_rows
 from qdsl.runtime.weight.routing import Offsets
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def experts_method(config: EngineConfig, layer: RoutedExperts, prefix: str) -> P
         return None
     layers = {name[len(begin):]: own for name, own in (config.plain | config.layers).items() if name.startswith(begin)}
     config.served.update(begin + name for name in layers)
-    if problem := next(filter(None, map(unservable, layers.values())), ""):
+    if problem := next(filter(None, map(why_unservable, layers.values())), ""):
         raise ShardError(f"{prefix}: {problem}")
     if config.batch_invariant:                                   # kernels are chosen by the number of rows
         raise ShardError(f"{prefix}: packed experts are not batch-invariant; serve without VLLM_BATCH_INVARIANT")
@@ -62,8 +62,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self.names = {shard: name for shard, name in names.items() if name}
         self.places: dict[int, int] = {}                         # the rank's numbers of experts, -1 for those of other ranks
         self.collectors: dict[tuple[int, str], Collector] = {}
-        self.loaded: dict[tuple[int, str], list[Part]] = {}
-        self.down: Span | None = None
+        self.loaded: dict[tuple[int, str], list[RankPart]] = {}
+        self.down: StoredSpan | None = None
         # vLLM's builds for CPUs lack the operator of this activation, and its module does not need it.
         self.alternating = SwigluOAIAndMul() if layer.activation == MoEActivation.SWIGLUOAI else None
 
@@ -121,7 +121,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         for name, shards in (("qdsl_w13", (GATE, UP)), ("qdsl_w2", (DOWN,))):
             weights = [part.weight for expert in range(layer.local_num_experts) for shard in shards if shard in self.names
                        for part in self.loaded[expert, shard]]
-            whole = concatenated(weights) or weights
+            whole = concatenate_rows(weights) or weights
             layer.add_module(name, Experts(whole, layer.local_num_experts, dtype=layer.params_dtype))
         self.loaded = {}
 

@@ -24,7 +24,7 @@ def kept_decoded(packed: PackedWeight) -> Tensor | None:
     """A weight of a lossless code as a tensor [N, K], decoded at the first call; None for other weights, or without memory."""
     if not packed.layout.streams or packed.variant.copies is None:
         return None
-    entry = kept.kept(packed, partial(_decode, packed))
+    entry = kept.get_copy(packed, partial(_decode, packed))
     return None if entry is None else entry.copy
 
 
@@ -41,12 +41,12 @@ def _decode(packed: PackedWeight) -> kept.KeptCopy[Tensor] | None:
     return kept.KeptCopy(weight, weight.data_ptr())
 
 
-def prepare(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted: bool) -> PreparedProduct | None:
+def prepare_dense(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted: bool) -> PreparedProduct | None:
     """x [m, K] @ w.T + bias, x in the weight's dtype, for all weights of one description; None where this one has no copy.
 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.
     """
-    first, described = kept_decoded(packed), kept.description(packed)
+    first, described = kept_decoded(packed), kept.description_number(packed)
     if first is None or bias not in (None, first.dtype):
         return None
 

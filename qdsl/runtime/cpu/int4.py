@@ -211,7 +211,7 @@ def _fused_call(device: str, storage: str) -> _FusedCall | None:
     return _FusedCall(operation, function, format_of(operation), codes, tuple(scales))
 
 
-def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
+def int4_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
     """x [M, K] @ w.T + bias by the fused operation of the device; None if it cannot take the weight or x."""
     call = _fused_call(x.device.type, packed.storage)
     if call is None or packed.format is not call.format or x.dtype not in call.operation.dtypes or not x.numel():

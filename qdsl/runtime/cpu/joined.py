@@ -36,7 +36,7 @@ class JoinedCopies:
         allocate, m = allocator("cpu"), torch.Size(sizes[:-1]).numel()
         if allocate is None or not 0 < m <= rows.FEW or dtype not in TYPES or bias not in TYPES:
             return None
-        way = rows.Way.of(self.whole, m, dtype, bias, rounds_x)
+        way = rows.RowLoopChoice.of(self.whole, m, dtype, bias, rounds_x)
         call, described, weight = threads.functions().products, ctypes.byref(way.described), ctypes.addressof(self.whole.weight)
         count, unused = len(self.sizes), [0] * (threads.MOST_JOINED - len(self.sizes))
         counts = (ctypes.c_int64 * count)(*self.sizes)
@@ -53,7 +53,7 @@ class JoinedCopies:
         return run
 
 
-def join(weights: Sequence[PackedWeight]) -> JoinedCopies | None:
+def join_copies(weights: Sequence[PackedWeight]) -> JoinedCopies | None:
     """New copies of weights as one, in place of those that they have; None where one has none, or they differ in kind.
 
     All but the last have whole groups of 16 rows.
@@ -64,7 +64,7 @@ def join(weights: Sequence[PackedWeight]) -> JoinedCopies | None:
     codes = memory.zero_bytes(sum(sizes))
     copies = [copy for weight, own in zip(weights, torch.split(codes, sizes), strict=True)
               if (copy := rows.interleaved_copy(weight, own)) is not None]
-    if len(copies) < len(weights) or not _are_alike(copies):
+    if len(copies) < len(weights) or not _can_run_together(copies):
         return None
     first, counts = copies[0], tuple(copy.shape[0] for copy in copies)
     fields = tuple(memory.concatenate([copy.fields[place] for copy in copies]) for place in range(len(first.fields)))
@@ -76,7 +76,7 @@ def join(weights: Sequence[PackedWeight]) -> JoinedCopies | None:
     return JoinedCopies(_slice_joined(first, codes, fields, 0, sum(counts)), counts)
 
 
-def _are_alike(copies: Sequence[rows.InterleavedWeight]) -> bool:
+def _can_run_together(copies: Sequence[rows.InterleavedWeight]) -> bool:
     """Whether loops multiply all copies at once: they have the same loops, columns and levels, and whole groups of rows."""
     first = copies[0]
     shifts = {tuple(copy.weight.shift) for copy in copies}

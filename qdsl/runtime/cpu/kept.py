@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qdsl.host.system import page_out
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.settings import Setting
+from qdsl.runtime.weight.settings import EnvironmentSetting
 
-INTERLEAVE = Setting("QDSL_CPU_INTERLEAVE", ("auto", "always", "never"))
+INTERLEAVE = EnvironmentSetting("QDSL_CPU_INTERLEAVE", ("auto", "always", "never"))
 Copy = TypeVar("Copy")
 
 _entries: dict[tuple[int, ...], KeptCopy[Any] | None] = {}         # by addresses of tensors and the description
@@ -42,7 +42,7 @@ class KeptCopy(Generic[Copy]):
         return self.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
 
 
-def kept(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new: bool = False) -> KeptCopy[Copy] | None:
+def get_copy(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new: bool = False) -> KeptCopy[Copy] | None:
     """What `make` copied of a weight at the first call; None for a weight without a copy, for which `make` returns None.
 
     is_new: make another one.  A changed or replaced tensor gets a new copy; tensors of inference mode, which do not tell that
@@ -53,11 +53,10 @@ def kept(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new
         return None
     if packed.is_decoded or packed.has_branch or not packed.tensors:
         return None
-    tensors = [packed.tensors[name] for name in packed.layout.coded
-               if name in packed.tensors and name not in packed.in_order]
+    tensors = [packed.tensors[name] for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
     if any(tensor.is_inference() for tensor in tensors):         # they count no changes, of which a copy must know
         return None
-    key = (*[tensor.data_ptr() for tensor in tensors], description(packed))
+    key = (*[tensor.data_ptr() for tensor in tensors], description_number(packed))
     entry = _entries.get(key)
     if not is_new and key in _entries and (entry is None or entry.is_current(tensors)):
         return entry
@@ -72,7 +71,7 @@ def kept(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new
 
 
 def find(tensors: Sequence[Tensor], described: int) -> KeptCopy[Any] | None:
-    """The copy of a weight with these tensors and this `description`; None where it has none, or tensors have changed."""
+    """The copy of a weight with these tensors and this `description_number`; None where it has none, or tensors have changed."""
     entry = _entries.get((*[tensor.data_ptr() for tensor in tensors], described))
     return entry if entry is not None and entry.is_current(tensors) else None
 
@@ -86,7 +85,7 @@ def replace_copies(copies: Sequence[Any], others: Sequence[KeptCopy[Any]]) -> No
             _entries[key] = KeptCopy(other.copy, other.address, entry.versions)
 
 
-def description(packed: PackedWeight) -> int:
+def description_number(packed: PackedWeight) -> int:
     """A number that tells weights at one address apart."""
     described = (packed.format, packed.storage, packed.shape, packed.params_text,
                  *[tensor.stride() for tensor in packed.tensors.values()])

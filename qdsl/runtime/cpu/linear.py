@@ -34,7 +34,7 @@ from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.cpu.threads import one_thread
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.products import forget, keep
+from qdsl.runtime.weight.products import forget_products, keep
 from qdsl.runtime.weight.target import Candidate, plan_of
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
@@ -47,7 +47,7 @@ INT8_ROWS = 64                                                   # of x, for whi
 def compile_products(on: bool = True) -> None:
     """Compile products on a CPU, of small weights too, or none; until it is called, QDSL_CPU_COMPILE decides."""
     library.choose("always" if on else "never")
-    forget()
+    forget_products()
 
 
 def has_torch_kernels() -> bool:
@@ -105,7 +105,7 @@ def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | No
 def runner(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Callable[[], Tensor]:
     """A function that computes `run`, as often as it is called, with what a layer prepares once done before."""
     if candidate.kind not in (ROWS, PLAIN, DENSE):
-        of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _product_by_tiles,
+        of_torch = {"decode": _product_by_loop_tiles, "int8": _int8_product, "tiles": _product_by_tiles,
                     "stored": _product_by_tiles}[candidate.kind]
         return partial(of_torch, x, packed.decode_streams(), bias)
     ready = _prepare_candidate(candidate, x, packed, bias)
@@ -171,7 +171,7 @@ def _prepare_candidate(candidate: Candidate, x: Tensor, packed: PackedWeight, bi
                        is_permuted: bool = False) -> PreparedProduct | None:
     kind = None if bias is None else bias.dtype
     if candidate.kind == DENSE:
-        return dense.prepare(packed, x.shape[0], kind, is_permuted)
+        return dense.prepare_dense(packed, x.shape[0], kind, is_permuted)
     if candidate.kind == ROWS:
         return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted, "INT8" in candidate.config)
     return prepare(packed, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
@@ -183,7 +183,7 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
     return copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == dtype
 
 
-def _compiled_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+def _product_by_loop_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """The product by tiles that a compiled loop decodes."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     for start, weight in loops.decoded_tiles(packed) or ():
@@ -199,7 +199,7 @@ def decode_into(packed: PackedWeight, out: Tensor) -> bool:
         return False
     if not (loops.are_compiled(packed) and library.has_compiler() and loops.has_vectors(packed)):
         return False
-    decode = loops.decode(packed)
+    decode = loops.row_decoder(packed)
     if decode is not None and out.dtype == torch.float32 and out.is_contiguous():
         decode(out, 0)
         return True

@@ -22,9 +22,9 @@ from qdsl.runtime.cpu.source import DECODE, Source, source_of
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
 from qdsl.runtime.gpu.tiles import grid_axes
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.settings import Setting
+from qdsl.runtime.weight.settings import EnvironmentSetting
 
-COMPILE = Setting(library.SETTING, ("auto", "always", "never"))
+COMPILE = EnvironmentSetting(library.SETTING, ("auto", "always", "never"))
 FEW = 8                                                          # rows of x for which one loop is faster than tiles
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
@@ -33,7 +33,7 @@ OPTIONS = ("-O3", "-mprefer-vector-width=512")                  # scalars in loo
 SHARE = 1 << 16                                                  # weights that are worth a thread of their own
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
-_fits: dict[tuple[Loop, tuple[int, int]], Fit | None] = {}       # by loop and shape; None where the loop does not fit
+_fits: dict[tuple[Loop, tuple[int, int]], LoopFit | None] = {}   # by loop and shape; None where the loop does not fit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LoopFit:
     """What a loop needs of a weight of a shape.  units: of a row.  stored: dtype and elements of each tensor that it reads."""
 
     units: int
@@ -63,7 +63,7 @@ class BoundLoop:
     places: ctypes.Array[ctypes.c_void_p]
 
 
-def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
+def row_decoder(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
     """A function of (out, start) that decodes the rows from `start` on into out, float32; None where the weight has no loop.
 
     start is a multiple of the rows of a step.
@@ -83,7 +83,7 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
 
 def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
     """The first row of every tile and its weights in float32, in memory that the next tile takes; None without a loop."""
-    write, bound = decode(packed), find_loop(packed, DECODE)
+    write, bound = row_decoder(packed), find_loop(packed, DECODE)
     if write is None or bound is None:
         return None
     n, k = packed.shape
@@ -136,7 +136,7 @@ def find_loop(packed: PackedWeight, rows: int) -> BoundLoop | None:
     return BoundLoop(loop, fit.units, tensors, places)
 
 
-def _fit_shape(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> Fit | None:
+def _fit_shape(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> LoopFit | None:
     """What the loop needs of weights like this one; None where its blocks do not divide the shape."""
     tiles, units = grid_axes(packed)
     if packed.shape[1] % loop.source.divisor or packed.shape[0] != tiles * packed.layout.kernels.sums:
@@ -145,7 +145,7 @@ def _fit_shape(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None
     counts = [math.prod(extents(stored.axes, *packed.shape, packed.sizes) or ()) for stored in coded]
     counts += [table.numel() for table in tensors[len(counts):] if table is not None]
     dtypes = ["" if tensor is None else str(tensor.dtype)[6:] for tensor in tensors]
-    return Fit(units, tuple(zip(dtypes, counts, strict=True)))
+    return LoopFit(units, tuple(zip(dtypes, counts, strict=True)))
 
 
 def _capability() -> str:

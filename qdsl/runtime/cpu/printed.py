@@ -195,9 +195,9 @@ class _Printer:
                 self.assign(name, own)
             return
         assert isinstance(target, ast.Name)
-        self.names[target.id] = self.named(target.id, value) if isinstance(value, Value) else value
+        self.names[target.id] = self.assign_variable(target.id, value) if isinstance(value, Value) else value
 
-    def named(self, name: str, value: Value) -> Value:
+    def assign_variable(self, name: str, value: Value) -> Value:
         """The value, computed in a line of its own."""
         if value.text.isidentifier():
             return value
@@ -279,22 +279,22 @@ class _Printer:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def call(self, node: ast.Call) -> Any:
-        """A call of a function of Triton, of qdsl's device functions, of a method, or of `use`."""
+        """A call of a function of Triton, of qdsl's device functions, of a method, or of `use_weight`."""
         called, arguments = node.func, node.args
         if isinstance(called, ast.Name):
-            return self.use(*map(self.evaluate, arguments[1:]))
+            return self.use_weight(*map(self.evaluate, arguments[1:]))
         assert isinstance(called, ast.Attribute)
         values = [self.evaluate(argument) for argument in arguments]
         if called.attr in ("to", "pointer_type"):
             to = values[0]
-            return self.converted(self.evaluate(called.value), to, bool(node.keywords)) if called.attr == "to" else to
+            return self.convert_type(self.evaluate(called.value), to, bool(node.keywords)) if called.attr == "to" else to
         if called.attr in ("load", "where", "stream"):
             return getattr(self, called.attr)(*values)
         if called.attr == "cdiv":
             return self.positions.operation("/", values[0].plus(values[1]).plus(Position((), -1)), values[1])
         if (op := triton_function(called.attr)) is not None:
             return self.operation(op, values)
-        return self.device(called.attr, values)
+        return self.device_function(called.attr, values)
 
     def operation(self, op: Op, operands: Sequence[Any]) -> Value:
         values = [self.as_value(operand) for operand in operands]
@@ -304,15 +304,15 @@ class _Printer:
                  for value in values]
         return Value(op.c_text(is_int, lanes).format(*texts), "int32" if is_int else "float32", lanes)
 
-    def device(self, name: str, values: list[Any]) -> Value:
+    def device_function(self, name: str, values: list[Any]) -> Value:
         """A function of runtime/gpu/kernels/device.py: decoded.h has one of that name for scalars, and with 'v' for vectors."""
         if name == "scale":
             return self.function("e8m0", values[0]) if values[0].dtype == "uint8" else self.as_float(values[0])
         if name == "bits":
             words, at, width = values[0], values[1].constant, values[2].constant
-            low = self.binary(">>", self.converted(words[at // 32], "uint32", True), Position((), at % 32))
+            low = self.binary(">>", self.convert_type(words[at // 32], "uint32", True), Position((), at % 32))
             if at % 32 + width > 32:
-                high = self.binary("<<", self.converted(words[at // 32 + 1], "uint32", True), Position((), 32 - at % 32))
+                high = self.binary("<<", self.convert_type(words[at // 32 + 1], "uint32", True), Position((), 32 - at % 32))
                 low = self.binary("|", low, high)
             masked: Value = self.binary("&", low, Position((), (1 << width) - 1))
             return replace(masked, dtype="int32")
@@ -345,7 +345,7 @@ class _Printer:
             raise Unprintable("a choice between lanes")
         return Value(f"{condition.text} ? {left.text} : {right.text}", left.dtype)
 
-    def converted(self, value: Any, dtype: str, is_bitcast: bool) -> Any:
+    def convert_type(self, value: Any, dtype: str, is_bitcast: bool) -> Any:
         """A value in another type, or its bits as one."""
         if isinstance(value, Position):
             return value if dtype != "float32" else self.as_float(value)
@@ -410,19 +410,19 @@ class _Printer:
         cast, place = "(vi)" * (dtype == "uint32"), f"(const uint8_t *)({self.address(pointer)})"
         return Value(f"{cast}gather_{dtype}({place}, {places})", own, True)
 
-    def use(self, column: Position, weight: Any, live: Any, row: Any = None) -> None:
+    def use_weight(self, column: Position, weight: Any, live: Any, row: Any = None) -> None:
         """A line that uses a weight."""
         value = self.as_float(weight)
         condition = live.text if isinstance(live, Value) else "1"
         own = 0 if row is None else row.constant
         if self.lanes:
             text = value.text if value.lanes else f"all_float({value.text})"
-            self.lines.append(f"USE({len(self.uses)}, {own}, {column.text}, {self.place(own).text}, {text})")
+            self.lines.append(f"USE({len(self.uses)}, {own}, {column.text}, {self.next_weight_position(own).text}, {text})")
         else:
             self.lines.append(f"USE_ONE({own}, {column.text}, {value.text}, {condition});")
         self.uses.append(WeightUse(own, column, value.text))
 
-    def place(self, row: int) -> Position:
+    def next_weight_position(self, row: int) -> Position:
         """The place of the next weight of a row in the order of use."""
         number = sum(use.row == row for use in self.uses)
         place, length = Position((), number * (self.loops[-1].extent or 1)), self.loops[-1].extent or 1
@@ -444,7 +444,7 @@ def _source(kernel: Any) -> str:
     return str(kernel.src) if hasattr(kernel, "src") else textwrap.dedent(inspect.getsource(kernel.fn))
 
 
-def printed(reads: DecodeReads, has_vectors: bool) -> PrintedLoops:
+def print_decode(reads: DecodeReads, has_vectors: bool) -> PrintedLoops:
     """The C lines of a decode function, with explicit vectors or scalars.  Raises Unprintable."""
     function, digits, uses = ast.parse(_source(reads.kernel)).body[0], [Digit("d0")], 1
     assert isinstance(function, ast.FunctionDef)
@@ -452,7 +452,7 @@ def printed(reads: DecodeReads, has_vectors: bool) -> PrintedLoops:
         digits.append(Digit("d1", 64))
     for _ in range(40):
         try:
-            result = _print(function, reads, digits, has_vectors, uses)
+            result = _print_digits(function, reads, digits, has_vectors, uses)
         except DigitMustSplit as split:
             digits = split.of(digits)
             continue
@@ -462,7 +462,8 @@ def printed(reads: DecodeReads, has_vectors: bool) -> PrintedLoops:
     raise Unprintable("too many digits")
 
 
-def _print(function: ast.FunctionDef, reads: DecodeReads, digits: Sequence[Digit], has_vectors: bool, uses: int) -> PrintedLoops:
+def _print_digits(function: ast.FunctionDef, reads: DecodeReads, digits: Sequence[Digit], has_vectors: bool,
+                  uses: int) -> PrintedLoops:
     """The lines for these digits.  uses: of a row in the innermost loop."""
     row, unit = (argument.arg for argument in function.args.args[1:3])
     values = [digit for digit in digits[1:] if digit.is_printed or (digit is digits[-1] and digit.extent <= FEW[has_vectors])]
@@ -478,7 +479,7 @@ def _print(function: ast.FunctionDef, reads: DecodeReads, digits: Sequence[Digit
     for chosen in product(*(range(digit.extent) for digit in values)):
         place = Position(tuple((digit.name, steps[digit.name]) for digit in loops),
                          sum(value * steps[digit.name] for digit, value in zip(values, chosen, strict=True)))
-        live = True if has_vectors else printer.named("live", Value(f"whole || {place.text} < units", "bool"))
+        live = True if has_vectors else printer.assign_variable("live", Value(f"whole || {place.text} < units", "bool"))
         printer.names = {**names, unit: place, "live": live}
         printer.run(function.body[1:])
     lines = list(reads.lines)

@@ -80,12 +80,12 @@ class InterleavedWeight:
 
     def product(self, x: Tensor, bias: Tensor | None, rounds_x: bool = False) -> Tensor:
         """x [M, K] @ w.T + bias: [M, N] in x's dtype.  rounds_x: up to 8 rows are rounded to 8 bits."""
-        way = Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype, rounds_x)
+        way = RowLoopChoice.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype, rounds_x)
         return way.product(self, x, bias, (x.shape[0], self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RowLoopChoice:
     """How x of one shape and dtype is multiplied: few rows by exact weights, bfloat16 rows by weights rounded to that.
 
     described: the loop, for product.c.  dtype: of x as the loop takes it.  result: of out as the loop writes it.
@@ -97,7 +97,8 @@ class Way:
     result: torch.dtype
 
     @classmethod
-    def of(cls, placed: InterleavedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> Way:
+    def of(cls, placed: InterleavedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None,
+           rounds_x: bool = False) -> RowLoopChoice:
         """The way for m rows of a dtype, and a bias of one.  rounds_x: few rows are rounded to 8 bits."""
         n, k = placed.shape
         is_known = dtype in TYPES and bias in TYPES
@@ -105,7 +106,7 @@ class Way:
         if m <= FEW:
             kind = dtype if is_known and placed.factor is None else torch.float32
             few.tiles, few.type, few.bias_type = -(-n // ROWS), TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
-            loop, arrange, few.arranged = _few_rows(placed, kind, rounds_x)
+            loop, arrange, few.arranged = _few_rows_loop(placed, kind, rounds_x)
             few.run, few.arrange = _address_of(loop), _address_of(arrange) if arrange else 0
             return cls(few, m, kind, kind)
         is_narrow = dtype == torch.bfloat16 and hasattr(placed.functions, "gemm_bfloat16") and placed.factor is None
@@ -133,7 +134,7 @@ class Way:
         return out if out.dtype is dtype else out.to(dtype)
 
 
-def _few_rows(placed: InterleavedWeight, dtype: torch.dtype, rounds_x: bool) -> tuple[Any, Any, int]:
+def _few_rows_loop(placed: InterleavedWeight, dtype: torch.dtype, rounds_x: bool) -> tuple[Any, Any, int]:
     """The loop for few rows, what arranges a row of x for it or None, and how many numbers an arranged row has."""
     functions, columns = placed.functions, placed.columns
     if rounds_x:
@@ -175,10 +176,10 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.  rounds_x: up to 8
     rows are rounded to 8 bits.
     """
-    first, description = interleaved_copy(packed), kept.description(packed)
+    first, description = interleaved_copy(packed), kept.description_number(packed)
     if first is None:
         return None
-    way, n, allocate = Way.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
+    way, n, allocate = RowLoopChoice.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
     is_plain = first.factor is None and way.dtype is dtype and not way.described.is_whole
     is_direct = allocate is not None and is_plain and bias in TYPES
     call, described, places = threads.functions().product, ctypes.byref(way.described), [0] * (threads.MOST_TENSORS - 1)
@@ -242,7 +243,7 @@ def interleaved_copy(packed: PackedWeight, into: Tensor | None = None) -> Interl
     """
     if packed.variant.row_loops is None or not library.has_compiler():
         return None
-    entry = kept.kept(packed, partial(_interleave, packed, into), into is not None)
+    entry = kept.get_copy(packed, partial(_interleave, packed, into), into is not None)
     return None if entry is None else entry.copy
 
 
@@ -274,11 +275,11 @@ def _interleave(packed: PackedWeight, into: Tensor | None) -> kept.KeptCopy[Inte
     for start, stop in _row_ranges(packed):
         part = packed if (start, stop) == (0, n) else packed.cut("N", start, stop)
         fields = {**_defaults(packed), **unpack(part)}
-        groups = _group_numbers(loops, packed, fields, (start, stop))
+        groups = _group_fields(loops, packed, fields, (start, stop))
         if groups is None or any(packed.variant.fields[name].type == "index" for name in fields):
             return None
         parts.append(groups)
-        functions = functions or _functions(packed, loops, list(groups.values()))
+        functions = functions or _compile_loops(packed, loops, list(groups.values()))
         if functions is None:
             return None
         own = loops.row_codes.codes(**{name: fields[name] for name in loops.row_codes.rows}) if loops.row_codes \
@@ -316,8 +317,8 @@ def _column_factor(loops: RowLoops, fields: Mapping[str, Tensor]) -> Tensor | No
     return 1 / values if loops.columns[0] == "/" else values
 
 
-def _group_numbers(loops: RowLoops, packed: PackedWeight, fields: Mapping[str, Tensor], rows: tuple[int, int],
-                   ) -> dict[str, _GroupField] | None:
+def _group_fields(loops: RowLoops, packed: PackedWeight, fields: Mapping[str, Tensor], rows: tuple[int, int],
+                  ) -> dict[str, _GroupField] | None:
     """The numbers of groups of some rows; None where groups have no multiple of 16 columns."""
     groups: dict[str, _GroupField] = {}
     for name in loops.fields:
@@ -394,7 +395,7 @@ def described_weight(codes: Tensor, levels: Tensor | None, fields: Sequence[Tens
     return weight
 
 
-def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_GroupField]) -> ctypes.CDLL | None:
+def _compile_loops(packed: PackedWeight, loops: RowLoops, groups: list[_GroupField]) -> ctypes.CDLL | None:
     """The compiled loops of a format; None where the compiler fails."""
     capability = _capability()
     span = min((group.columns for group in groups if group.columns), default=0)
@@ -411,7 +412,7 @@ def interleaved_source(packed: PackedWeight) -> str:
     """The C source of the loops for a weight that has a copy."""
     loops, shape = packed.variant.row_loops, packed.shape
     part = packed.cut("N", 0, min(shape[0], math.lcm(packed.step("N"), ROWS)))
-    groups = None if loops is None else _group_numbers(loops, packed, {**_defaults(packed), **unpack(part)}, (0, part.shape[0]))
+    groups = None if loops is None else _group_fields(loops, packed, {**_defaults(packed), **unpack(part)}, (0, part.shape[0]))
     assert loops is not None and groups is not None, "only weights with copies have these loops"
     return source_of(loops, [group.kind for group in groups.values()],
                      min((group.columns for group in groups.values() if group.columns), default=0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdsl.runtime.cpu.positions import Unprintable
-from qdsl.runtime.cpu.printed import DecodeReads, PrintedLoops, printed
+from qdsl.runtime.cpu.printed import DecodeReads, PrintedLoops, print_decode
 
 VECTORS, FUNCTIONS, LOOPS = (Path(__file__).with_name(name) for name in ("vectors.h", "decoded.h", "stored_loops.h"))
 DECODE = 0                                                       # rows of x of a library that decodes into out
@@ -39,7 +39,7 @@ def source_of(reads: DecodeReads, rows: int, width: int) -> Source:
 
     Raises Unprintable for a decode function that has no form in C.
     """
-    alone, vectors = printed(reads, False), _vector_loops(reads, rows)
+    alone, vectors = print_decode(reads, False), _vector_loops(reads, rows)
     if rows and not 0 < len(alone.order) <= LONGEST:
         raise Unprintable("columns that do not follow the units, or too many at a time")
     if vectors is not None and vectors.units % alone.units:
@@ -68,7 +68,7 @@ def source_of(reads: DecodeReads, rows: int, width: int) -> Source:
 def _vector_loops(reads: DecodeReads, rows: int) -> PrintedLoops | None:
     """The lines in vectors; None where there are none, or where scalars are stored faster."""
     try:
-        vectors = printed(reads, True)
+        vectors = print_decode(reads, True)
     except Unprintable:
         return None
     stores = rows or reads.along_rows or _has_neighbours(vectors) or _interleaved_uses(vectors)

@@ -19,10 +19,10 @@ from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import power
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.settings import Setting
+from qdsl.runtime.weight.settings import EnvironmentSetting
 
 MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
-OVERLAP = Setting("QDSL_PDL", ("never", "auto"))
+OVERLAP = EnvironmentSetting("QDSL_PDL", ("never", "auto"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ _assumed_gpu = GPUS["h100"]
 
 
 @contextmanager
-def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
+def assume_device(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
     """Choose launches for this device while tensors are on no GPU, to inspect kernels without one.
 
     gpu: the GPU to model costs for; by default the first of that capability with so many multiprocessors.
@@ -54,7 +54,7 @@ def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> It
 
 
 def target(device: torch.device) -> Target:
-    """The Target of a device; without a GPU the one that `assumed` set."""
+    """The Target of a device; without a GPU the one that `assume_device` set."""
     return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 
@@ -94,7 +94,7 @@ def _gpu(device: torch.device) -> Gpu:
     return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
-def overlaps(device: torch.device) -> bool:
+def launches_overlap(device: torch.device) -> bool:
     """Whether a launch may begin before the previous one ends: if QDSL_PDL=auto, on NVIDIA GPUs from Hopper on.
 
     Raises FormatError for an unknown QDSL_PDL.
@@ -102,7 +102,7 @@ def overlaps(device: torch.device) -> bool:
     return OVERLAP.value() == "auto" and target(device).capability >= 9
 
 
-def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
+def tuning_key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
     """The key under which the fastest candidate for x [m, K] is kept: one each for 1 row, up to 8, 16, 32 and so on."""
     n, k = packed.shape
     rows = 1 if m == 1 else max(8, power(m))
@@ -117,7 +117,7 @@ def tuned_file(device: torch.device) -> Path:
 
 
 @cache
-def tuned(path: Path) -> dict[str, Any]:
+def read_tuned(path: Path) -> dict[str, Any]:
     """The tuned candidates in a file; empty if it is missing or invalid."""
     try:
         choices = json.loads(path.read_text())
@@ -128,7 +128,7 @@ def tuned(path: Path) -> dict[str, Any]:
 
 def forget() -> None:
     """Forget the files of tuned candidates, so that the next launch reads them again."""
-    tuned.cache_clear()
+    read_tuned.cache_clear()
     tuned_file.cache_clear()
 
 

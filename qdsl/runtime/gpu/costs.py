@@ -101,7 +101,7 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
 
 
 def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu, counts: Cost | None = None,
-                 ) -> Terms:
+                 ) -> LaunchTimes:
     """The parts of the modelled time of a launch.  Takes the arguments of `seconds`; `candidate` must not be 'decode'."""
     (n, k), nbytes = packed.shape, packed.nbytes
     cost = counts or kernel_cost(packed, candidate.kind, candidate.config, target.arch)
@@ -113,16 +113,16 @@ def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torc
     split, is_tiled = candidate.config.get("SPLIT", 1), "STAGES" in candidate.config and kernels is not None
     columns = k if split == 1 else cdiv(k // 128, split) * 128
     sums = 0 if split == 1 else programs * _part_bytes(candidate, n)    # bytes of all partial sums: stored, then loaded
-    work = Work(nbytes, passes, dtype.itemsize * m * columns * (programs // passes) + 2 * sums, is_tiled,
-                128 // min((128, *kernels.sizes(packed.sizes))) - 1 if is_tiled and kernels and not candidate.config.get("SCALED")
-                else 0)
-    trips = cdiv(_rows(candidate.config, n, candidate.grid[0]) * columns, cost.step)
-    return terms(cost, programs, trips, nbytes + dtype.itemsize * m * (n + k), work, target)
+    work = RepeatedWork(nbytes, passes, dtype.itemsize * m * columns * (programs // passes) + 2 * sums, is_tiled,
+                        128 // min((128, *kernels.sizes(packed.sizes))) - 1
+                        if is_tiled and kernels and not candidate.config.get("SCALED") else 0)
+    trips = cdiv(_rows_per_program(candidate.config, n, candidate.grid[0]) * columns, cost.step)
+    return launch_times(cost, programs, trips, nbytes + dtype.itemsize * m * (n + k), work, target)
 
 
 def _part_bytes(candidate: Candidate, n: int) -> int:
     """Bytes of the partial sums of one program when programs share K."""
-    return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
+    return 4 * _rows_per_program(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
 
 
 def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:
@@ -134,7 +134,7 @@ def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RepeatedWork:
     """Repeated work of the programs of a launch.
 
     weight: its bytes, read by each of `passes` blocks of rows of x.  Blocks that run later read it again: from the L2 cache if
@@ -150,7 +150,7 @@ class Work:
     waits: int = 0
 
 
-class Terms(NamedTuple):
+class LaunchTimes(NamedTuple):
     """Seconds of the parts of a launch.
 
     first: until the first loads arrive.  memory, cached, busy: time in which memory, the L2 cache and the busiest pipe of an SM
@@ -169,7 +169,7 @@ class Terms(NamedTuple):
         return LAUNCH + self.first + max(self.memory, work) + EXPOSED * min(self.memory, work)
 
 
-def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target: Gpu) -> Terms:
+def launch_times(cost: Cost, programs: int, trips: int, moved: int, work: RepeatedWork, target: Gpu) -> LaunchTimes:
     """The time of a launch by its parts; chain is inf if a program does not fit on an SM.
 
     trips: loop iterations per program.  moved: bytes of all tensors, each counted once.  Spills count as loads from the L2 cache:
@@ -177,8 +177,8 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
     """
     loaded = work.loaded + int(128 * cost.warps * cost.spills) * trips * programs
     limits = ARCHS[target.arch]
-    resident = limits.resident(min(cost.registers + MORE_REGISTERS, 255), cost.shared, cost.warps) or \
-        limits.resident(cost.registers, cost.shared, cost.warps)
+    resident = limits.resident_programs(min(cost.registers + MORE_REGISTERS, 255), cost.shared, cost.warps) or \
+        limits.resident_programs(cost.registers, cost.shared, cost.warps)
     clock, memory = target.clock * 1e9, target.bandwidth * 1e9 * REACHABLE
     cache, per_sm = target.multiprocessors * L2_BYTES * clock, cdiv(programs, target.multiprocessors)
     copying = target.multiprocessors * COPIED_BYTES * clock
@@ -189,16 +189,16 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
     moving, cached = moved / memory + again / (cache if work.weight <= target.cache * 5e5 else memory), loaded / cache
     if work.is_copied:
         moving, cached = max(moving, loaded / copying), 0.0
-    return Terms(min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY), moving, cached,
-                 cdiv(per_sm * cost.warps, SCHEDULERS) * (cost.fixed + trips * cost.trip) / clock,
-                 in_turn * (alone + trips * work.waits * WAIT / clock))
+    return LaunchTimes(min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY), moving, cached,
+                       cdiv(per_sm * cost.warps, SCHEDULERS) * (cost.fixed + trips * cost.trip) / clock,
+                       in_turn * (alone + trips * work.waits * WAIT / clock))
 
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
     """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; medians if it has none."""
     storage, (_, r, columns, scaled), warps = storage_key(packed), kernel_key(kind, config), _warps(config)
     counted = counted_on(storage, kind, arch)
-    every = medians(kind, arch) if counted is None else counts(storage)[counted]
+    every = median_costs(kind, arch) if counted is None else counts(storage)[counted]
     entry = {key: cost for key, cost in every.items() if key[0] == kind}
     nearest = min(entry, key=lambda key: (key[3] != scaled, abs(key[2] - columns), abs(key[1] - r)))
     return _with_warps(entry[nearest], warps)
@@ -235,7 +235,7 @@ def storage_key(packed: PackedWeight) -> str:
 @cache
 def counts(storage: str) -> dict[str, dict[Key, Cost]]:
     """The shipped counts of a storage's kernels, by architecture and kernel_key."""
-    return decoded(*_table(), storage)
+    return decode_counts(*_table(), storage)
 
 
 @cache
@@ -250,7 +250,7 @@ def variant_key(arch: str, key: Key, warps: int) -> str:
 
 
 @cache
-def medians(kind: str, arch: str) -> dict[Key, Cost]:
+def median_costs(kind: str, arch: str) -> dict[Key, Cost]:
     """A kind's medians of all storages by kernel_key: of the most similar counted architecture, else of another maker's."""
     order = [*similar_archs(kind, arch), *(name for name in ARCHS if ARCHS[name].is_nvidia == ARCHS[arch].is_nvidia), *ARCHS]
     columns = [column for column in _table()[0] if column[1][0] == kind]
@@ -260,10 +260,10 @@ def medians(kind: str, arch: str) -> dict[Key, Cost]:
 
 @cache
 def _table() -> tuple[list[Column], dict[str, str]]:
-    return parsed(TABLE.read_text(encoding="utf-8"))
+    return parse_table(TABLE.read_text(encoding="utf-8"))
 
 
-def parsed(text: str) -> tuple[list[Column], dict[str, str]]:
+def parse_table(text: str) -> tuple[list[Column], dict[str, str]]:
     """The columns of a table in the form of TABLE, and for every storage its letters and, after a tab, variants that spill."""
     head, body = (part.splitlines() for part in text.split("\n\n"))
     columns = []
@@ -274,7 +274,7 @@ def parsed(text: str) -> tuple[list[Column], dict[str, str]]:
     return columns, dict(line.split("\t", 1) for line in body)
 
 
-def decoded(columns: Sequence[Column], letters: Mapping[str, str], storage: str) -> dict[str, dict[Key, Cost]]:
+def decode_counts(columns: Sequence[Column], letters: Mapping[str, str], storage: str) -> dict[str, dict[Key, Cost]]:
     """The counts of a storage.  Five letters stand for registers, step, trip, chain and chain_loads, the rest is the column's.
 
     A kernel without a loop has letters for `fixed` and `start` instead of trip and chain.
@@ -324,7 +324,7 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
     return replace(cost, shared=shared, warps=warps, step=cost.step * warps // cost.warps)
 
 
-def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
+def _rows_per_program(config: Mapping[str, int], n: int, programs: int) -> int:
     """Rows of w per program, counting padding, which takes the same time.  programs: they share the n rows."""
     if "R" in config and "WN" in config:
         return 16 * config["R"] * config["WN"]
@@ -339,7 +339,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     total = 0.0
     for rows, tiles in Counter(stop - start for start, stop in decoded_tiles(packed, size)).items():
         moved = nbytes * rows // n + size * rows * k
-        decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
+        decoded = launch_times(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, RepeatedWork(), target)
         total += tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))
     return total
 

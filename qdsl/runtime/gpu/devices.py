@@ -39,7 +39,7 @@ class Arch:
         """Whether ptxas compiles for it."""
         return self.capability > 0
 
-    def resident(self, registers: int, shared: int, warps: int) -> int:
+    def resident_programs(self, registers: int, shared: int, warps: int) -> int:
         """The number of programs that an SM holds at once; 0 if not even one fits.
 
         registers: per thread.  shared: bytes per program.  warps: per program.

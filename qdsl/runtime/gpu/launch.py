@@ -46,12 +46,12 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if configure.has_skinny_streams(x, packed):
         yield from stream_kernels.skinny_calls(x, packed, bias, out)
         return
-    packed, calls = stream_kernels.decoded(strides.readable(packed))
+    packed, calls = stream_kernels.decoded_with_calls(strides.gapless_weight(packed))
     yield from calls
     if not out.numel():
         return
     if candidate is None:
-        choose = plan.invariant if invariant else plan.fused
+        choose = plan.invariant_candidate if invariant else plan.fused_candidate
         candidate = choose(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed))
     yield from BY_NAME[candidate.kind].calls(x, packed, bias, out, candidate.config)
 
@@ -70,7 +70,7 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
                   ) -> Iterator[Call]:
     """The launch of `grouped`, for tensors on any device, meta too; requires fits_experts(x, packed)."""
     if out.numel():
-        packed = strides.readable(packed)
+        packed = strides.gapless_weight(packed)
         config = lane_tiles(out.shape[1] * cdiv(out.shape[0], 8), x.shape[1], x.device)
         yield from BY_EXPERTS.grouped_calls(x, packed, bias, out, config, tiles, rows)
 

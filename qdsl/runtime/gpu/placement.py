@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from qdsl.runtime.gpu import plan
-from qdsl.runtime.gpu.strides import why_copied
+from qdsl.runtime.gpu.strides import why_unreadable
 from qdsl.runtime.libraries.private_apis import is_fsdp_shard
 from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.planar import planar_template
-from qdsl.runtime.weight.settings import Setting
+from qdsl.runtime.weight.settings import EnvironmentSetting
 
-PLANAR = Setting("QDSL_PLANAR", ("auto", "larger", "never"))
+PLANAR = EnvironmentSetting("QDSL_PLANAR", ("auto", "larger", "never"))
 ROWS = (1, 1, 16, 64)                                            # rows of x to compare; one row per token counts twice
 GAIN = 1.05                                                      # the speedup that planar must reach (predicted)
 
@@ -49,14 +49,14 @@ def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False
     if not runs_kernels(device) or packed.format.why_not_planar(packed, larger):
         return 0.0
     planar = planar_template(packed)
-    gains = [math.prod(plan.choice(weight, m, torch.bfloat16, device).options[0].seconds ** power
+    gains = [math.prod(plan.choose_candidate(weight, m, torch.bfloat16, device).options[0].seconds ** power
                        for weight, power in ((packed, 1), (planar, -1))) for m in ROWS]
     return math.prod(gains) ** (1 / len(ROWS))
 
 
-def note(packed: PackedWeight, device: torch.device) -> str:
+def storage_advice(packed: PackedWeight, device: torch.device) -> str:
     """A note for users of a weight that runs as stored; '' if nothing is copied and no other storage is faster."""
-    why = why_copied(packed)
+    why = why_unreadable(packed)
     copied = f"copied once, for {why}" if why else ""
     gain = planar_gain(packed, device, larger=True)
     if gain <= GAIN:
@@ -67,7 +67,7 @@ def note(packed: PackedWeight, device: torch.device) -> str:
     return "; ".join(filter(None, (copied, text)))
 
 
-def may_change(module: nn.Module) -> bool:
+def may_change_storage(module: nn.Module) -> bool:
     """Whether a loader may change how a module stores its weight: not under accelerate's offload hooks or FSDP."""
     is_hooked = getattr(module, "_hf_hook", None) is not None
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") or any(

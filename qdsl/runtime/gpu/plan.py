@@ -22,14 +22,14 @@ from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.products import forget as forget_plans
+from qdsl.runtime.weight.products import forget_products as forget_plans
 from qdsl.runtime.weight.target import Candidate, plan_of
 
 ROWS = 4096                                                      # rows of x: up to here every number of rows has its own choice
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class CandidateCost:
     """A legal candidate and its modelled seconds."""
 
     candidate: Candidate
@@ -44,7 +44,7 @@ class Choice:
     """
 
     candidate: Candidate
-    options: tuple[Option, ...]
+    options: tuple[CandidateCost, ...]
     is_tuned: bool = False
 
 
@@ -54,7 +54,7 @@ def forget() -> None:
     forget_plans()
 
 
-def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
+def choose_candidate(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
     """The choice for x [m, K] @ w.T.  dtype: of x.  is_aligned: x and the weight are aligned for loads of 16 bytes."""
     plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
     key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
@@ -71,17 +71,18 @@ def rows_class(m: int) -> int:
 
 def best(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The candidate that runs x [m, K] @ w.T."""
-    return choice(packed, m, dtype, device, is_aligned).candidate
+    return choose_candidate(packed, m, dtype, device, is_aligned).candidate
 
 
-def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
+def fused_candidate(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The best fused kernel for x [m, K]; that for any product if no other one serves it."""
-    chosen = choice(packed, m, dtype, device, is_aligned)
+    chosen = choose_candidate(packed, m, dtype, device, is_aligned)
     ways = (chosen.candidate, *(option.candidate for option in chosen.options))
     return next((candidate for candidate in ways if candidate.kind != "decode"), None) or any_product(packed, m)
 
 
-def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
+def invariant_candidate(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device,
+                        is_aligned: bool = True) -> Candidate:
     """The kernel and configuration, one for all m, that give a row of x the same bits whatever the other rows are."""
     if BY_EXPERTS.why_not(Product(packed, m, dtype, device, is_aligned)):
         return any_product(packed, m)
@@ -118,7 +119,7 @@ def rounds_weights(packed: PackedWeight, candidate: Candidate, dtype: torch.dtyp
         copied = packed.variant.copies                           # weights that are stored numbers; others are float32
         kind = "f32" if copied is None else str(packed.params.get(copied, packed.variant.fields[copied].type))
         return torch.promote_types(torch_dtype(kind), dtype) != dtype
-    return candidate.kind != ANY_PRODUCT.name and packed.layout.kernels.rounds(dtype, packed.tensors)
+    return candidate.kind != ANY_PRODUCT.name and packed.layout.kernels.rounds_tables(dtype, packed.tensors)
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
@@ -135,10 +136,10 @@ def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device:
 
 def _choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, gpu: Gpu, is_aligned: bool) -> Choice:
     legal = candidates(packed, m, dtype, device, is_aligned)
-    modelled = [Option(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
+    modelled = [CandidateCost(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
     options = tuple(sorted(modelled, key=lambda option: option.seconds))
-    file = {} if device.type == "meta" else configure.tuned(configure.tuned_file(device))
-    timed: Any = file.get(configure.key(packed, m, dtype))
+    file = {} if device.type == "meta" else configure.read_tuned(configure.tuned_file(device))
+    timed: Any = file.get(configure.tuning_key(packed, m, dtype))
     for option in options if isinstance(timed, dict) else ():
         if (option.candidate.kind, option.candidate.config) == (timed.get("kind"), timed.get("config")):
             return Choice(option.candidate, options, True)

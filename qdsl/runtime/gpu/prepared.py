@@ -69,11 +69,11 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     values |= state
     aligned = [f"a{place[0]} & {size - 1}" for place, size in places if place is not None]
     refused = [*aligned, *(name for name in values if name.startswith("hooks")), is_changed]
-    lines = [*_read(tensors, is_permuted, refused, values),
+    lines = [*_address_lines(tensors, is_permuted, refused, values),
              f"out = {_allocation(out, values)}", f"a{len(tensors) + 1} = out.data_ptr()", f"stream = {stream}",
              *_allocate(workspace, shared, len(tensors) + 2, values),
-             *(_by_tiles([*map(str, launches)], tiles, _rounded(out, tensors[-1])) if tiles else
-               [*map(str, launches), _result(out, tensors[-1], is_decoded)])]
+             *(_tile_lines([*map(str, launches)], tiles, _rounded(out, tensors[-1])) if tiles else
+               [*map(str, launches), _result_line(out, tensors[-1], is_decoded)])]
     # Generated straight-line Python takes half the time of loops over tensors and launches.
     text = "\n        ".join(["def make_run(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
     exec(text, values)  # noqa: S102 (text of this module)
@@ -88,7 +88,7 @@ def _allocation(out: Tensor, values: dict[str, Any]) -> str:
     return "allocate(sizes, strides, dtype)"
 
 
-def _result(out: Tensor, bias: Tensor | None, is_decoded: bool) -> str:
+def _result_line(out: Tensor, bias: Tensor | None, is_decoded: bool) -> str:
     """The line that returns the product, given the output of the launches."""
     if not is_decoded:
         return "return out"
@@ -100,7 +100,7 @@ def _rounded(out: Tensor, bias: Tensor | None) -> str:
     return "bias" if bias is None or bias.dtype == out.dtype else "bias.to(dtype)"
 
 
-def _by_tiles(launches: Sequence[str], tiles: Sequence[tuple[int, int, int]], bias: str) -> list[str]:
+def _tile_lines(launches: Sequence[str], tiles: Sequence[tuple[int, int, int]], bias: str) -> list[str]:
     """Lines that decode and multiply tile by tile, and return the product."""
     lines, first = [f"product, added = x.new_empty((*x.shape[:-1], {tiles[-1][2]})), {bias}"], 0
     for count, start, stop in tiles:
@@ -117,7 +117,8 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, s
     out[..., start:stop] = linear(x, weight[:stop - start], None if bias is None else bias[start:stop])
 
 
-def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence[str], values: dict[str, Any]) -> list[str]:
+def _address_lines(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence[str],
+                   values: dict[str, Any]) -> list[str]:
     """Lines that set a1, a2, ... to the addresses of tensors, or return None if a tensor has another layout.
 
     refused: further conditions for None.

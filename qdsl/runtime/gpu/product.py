@@ -14,10 +14,10 @@ from torch.nn.functional import linear
 
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.costs import decoded_tiles
-from qdsl.runtime.gpu.placement import note
-from qdsl.runtime.gpu.plan import best, invariant
+from qdsl.runtime.gpu.placement import storage_advice
+from qdsl.runtime.gpu.plan import best, invariant_candidate
 from qdsl.runtime.gpu.prepared import multiply_rows, prepare
-from qdsl.runtime.gpu.strides import readable
+from qdsl.runtime.gpu.strides import gapless_weight
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.products import keep
@@ -33,24 +33,25 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
     if not m or not n:
         return x.new_empty(m, n)
     if (own := plan_of(packed)).note is None:
-        own.note = note(packed, x.device)
-    packed = readable(packed)
-    choose = invariant if is_invariant else best
-    return by(choose(packed, m, x.dtype, x.device, launch.is_aligned(x, packed)), x, packed, bias, mode)
+        own.note = storage_advice(packed, x.device)
+    packed = gapless_weight(packed)
+    choose = invariant_candidate if is_invariant else best
+    return product_by(choose(packed, m, x.dtype, x.device, launch.is_aligned(x, packed)), x, packed, bias, mode)
 
 
-def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
+def quantized_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
     """x [M, K], contiguous, times the weight in 8 bits; requires launch.has_quantized.  scale: the static scale of x, or None.
 
     Prepares the launches for the next call in this mode, unless the scale is static: then torch quantizes x.
     """
-    packed = readable(packed)
+    packed = gapless_weight(packed)
     out = x.new_empty(x.shape[0], packed.shape[0])
     _run(list(launch.quantized_calls(x, packed, bias, out, scale)), packed, x, bias, out, mode, False)
     return out
 
 
-def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str | None = None) -> Tensor:
+def product_by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None,
+               mode: str | None = None) -> Tensor:
     """The product of x [M, K] by a candidate: [M, N].  mode: prepare the launches for this mode; None: do not."""
     (m, _), (n, k) = x.shape, packed.shape
     if candidate.kind != "decode":

@@ -16,9 +16,9 @@ from qdsl.runtime.weight.matrix_unit import CHUNK
 from qdsl.runtime.weight.packed import Dense, PackedWeight
 
 
-def readable(packed: PackedWeight) -> PackedWeight:
+def gapless_weight(packed: PackedWeight) -> PackedWeight:
     """The weight as kernels can read it: itself, or a gapless copy, cached on it until a tensor is changed or replaced."""
-    if not why_copied(packed):
+    if not why_unreadable(packed):
         return packed
     states = [_state(tensor) for tensor in packed.tensors.values()]
     if packed.dense is None or packed.dense.states != states:
@@ -26,14 +26,14 @@ def readable(packed: PackedWeight) -> PackedWeight:
     return packed.dense.packed
 
 
-def why_copied(packed: PackedWeight) -> str:
+def why_unreadable(packed: PackedWeight) -> str:
     """Why kernels cannot read a weight in place; '' if they can."""
     if not has_gaps(packed):
         return ""
     for name, tensor in packed.tensors.items():
-        if not tensor.is_contiguous() and _gap(packed, name) is None:
+        if not tensor.is_contiguous() and _row_gap(packed, name) is None:
             return f"the gaps in '{name}' are not between rows of units"
-    if packed.layout.kernels.matrix_unit is not None and packed.shape[1] % CHUNK == 0 and _pitch(packed) is None:
+    if packed.layout.kernels.matrix_unit is not None and packed.shape[1] % CHUNK == 0 and _common_pitch(packed) is None:
         return "the rows of its tensors are not those of one longer weight"
     return ""
 
@@ -44,16 +44,16 @@ def has_gaps(packed: PackedWeight) -> bool:
 
 
 def pitch(packed: PackedWeight) -> int | None:
-    """Columns from one row to the next, for matrix-unit kernels; None without gaps.  Requires that why_copied(packed) is ''."""
-    return _pitch(packed) if has_gaps(packed) else None
+    """Columns between rows, for matrix-unit kernels; None without gaps.  Requires that why_unreadable is '' for it."""
+    return _common_pitch(packed) if has_gaps(packed) else None
 
 
 def row_gaps(packed: PackedWeight) -> list[tuple[()] | tuple[int, int]]:
     """Per tensor and table that kernels read: its gap, and how many rows of tiles share one of its rows; () without a gap.
 
-    Requires that why_copied(packed) is ''.
+    Requires that why_unreadable(packed) is ''.
     """
-    own = [_gap(packed, name) if name in packed.tensors else None for name in packed.layout.coded]
+    own = [_row_gap(packed, name) if name in packed.tensors else None for name in packed.layout.coded]
     return [gap or () for gap in (*own, *(None for _ in packed.layout.kernels.tables))]
 
 
@@ -63,7 +63,7 @@ def span(tensor: Tensor) -> int:
     return 1 + sum(steps) if tensor.numel() else 0
 
 
-def _gap(packed: PackedWeight, name: str) -> tuple[int, int] | None:
+def _row_gap(packed: PackedWeight, name: str) -> tuple[int, int] | None:
     """The elements between rows of a tensor, and the rows of tiles per row; None if it has no gaps or other ones."""
     tensor = packed.tensors[name]
     if tensor.is_contiguous():
@@ -71,13 +71,12 @@ def _gap(packed: PackedWeight, name: str) -> tuple[int, int] | None:
     place = next(i for i, extent in enumerate(tensor.shape) if extent > 1)
     axis, rows = packed.layout.tensors[name].axes[place], packed.layout.kernels.sums
     together = axis.by(packed.sizes)
-    if axis.dim != "N" or axis.words != 1 or axis.over or together % rows or \
-            not tensor[(0,) * (place + 1)].is_contiguous():
+    if axis.dim != "N" or axis.words != 1 or axis.over or together % rows or not tensor[(0,) * (place + 1)].is_contiguous():
         return None
     return tensor.stride(place) - tensor[(0,) * (place + 1)].numel(), together // rows
 
 
-def _pitch(packed: PackedWeight) -> int | None:
+def _common_pitch(packed: PackedWeight) -> int | None:
     """The one K that explains the strides of all tensors; None if there is none or it has partial chunks."""
     planes = []
     for name, tensor in packed.tensors.items():

@@ -37,10 +37,10 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     packed = packed.as_stored()
     for m in rows:
         x = torch.ones(m, packed.shape[1], dtype=dtype, device=packed.device)
-        choice = plan.choice(packed, m, dtype, packed.device, launch.is_aligned(x, packed))
+        choice = plan.choose_candidate(packed, m, dtype, packed.device, launch.is_aligned(x, packed))
         times = [(_time(x, packed, option.candidate), option.candidate) for option in choice.options[:MOST]]
         milliseconds, candidate = min(times, key=lambda pair: pair[0])
-        name = configure.key(packed, m, dtype)
+        name = configure.tuning_key(packed, m, dtype)
         fastest[name] = {"kind": candidate.kind, "config": dict(candidate.config), "ms": milliseconds}
     _keep(configure.tuned_file(packed.device), fastest)
     return fastest
@@ -48,11 +48,11 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
 
 def _time(x: torch.Tensor, packed: PackedWeight, candidate: Candidate) -> float:
     """Median milliseconds of a product, with the weight out of the cache."""
-    taken: float = triton.testing.do_bench(lambda: product.by(candidate, x, packed), return_mode="median")
+    taken: float = triton.testing.do_bench(lambda: product.product_by(candidate, x, packed), return_mode="median")
     return taken
 
 
 def _keep(path: Path, fastest: dict[str, dict[str, Any]]) -> None:
     os.makedirs(path.parent, exist_ok=True)
-    write_text(path, json.dumps({**configure.tuned(path), **fastest}, indent=1, sort_keys=True) + "\n")
+    write_text(path, json.dumps({**configure.read_tuned(path), **fastest}, indent=1, sort_keys=True) + "\n")
     plan.forget()

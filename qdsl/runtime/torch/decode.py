@@ -33,14 +33,14 @@ def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:
         return out
     packed = packed.decode_streams()
     copied = packed.variant.copies
-    if bfloat16.write(packed, out):
+    if bfloat16.write_decoded(packed, out):
         return out
     if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
         for start, stop in tiles.row_tiles(packed):
             out[start:stop].copy_(unpack(packed.cut("N", start, stop))[copied])
         return out
     if packed.order is not None:
-        return _decode_in_order(packed, order.places(packed.order), out)
+        return _decode_in_order(packed, order.inverse_order(packed.order), out)
     if packed.runs_kernels:
         with on_device(packed.device):
             launch.dequantize(packed, out)

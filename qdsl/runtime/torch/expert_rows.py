@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.products import Plan, quick
+from qdsl.runtime.weight.products import ProductPlan, run_prepared
 from qdsl.runtime.weight.target import plan_of
 
 
@@ -19,7 +19,7 @@ class ExpertRows:
     spans: name of a tensor, the axis along which it has the experts, -1 for one that all share, and elements per expert.
     """
 
-    plan: Plan
+    plan: ProductPlan
     rows: int
     spans: tuple[tuple[str, int, int], ...]
 
@@ -53,9 +53,9 @@ class ExpertRows:
         """x [M, K] times the transpose of expert e's weight, plus bias [N]: by the prepared product, if there is one."""
         tensors = [packed.tensors[name] if axis < 0 else packed.tensors[name].narrow(axis, e * size, size)
                    for name, axis, size in self.spans]
-        out = quick(x, self.plan, tensors, bias, "")
+        out = run_prepared(x, self.plan, tensors, bias, "")
         if out is not None:
             return out
         weight = packed.cut("N", e * self.rows, (e + 1) * self.rows)
         weight.plan = self.plan
-        return ops.computed(x, weight, bias, False)
+        return ops.compute_product(x, weight, bias, False)

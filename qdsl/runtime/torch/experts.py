@@ -77,16 +77,16 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | Non
         result: Tensor = _Product.apply(x, bias, device_offsets(offsets, x), packed, partial, False,  # type: ignore[no-untyped-call]
                                        mode)
         return result
-    compute = _computed if ops.is_plain(x, bias, *packed.tensors.values()) else _operation
+    compute = _experts_product if ops.is_plain(x, bias, *packed.tensors.values()) else _operation
     return compute(x, packed, offsets, bias, partial, rows, mode)
 
 
 @without_autocast
-def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
-              mode: str = "") -> Tensor:
+def _experts_product(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool,
+                     rows: Tensor | None = None, mode: str = "") -> Tensor:
     """The product without gradients: one launch for all experts, or expert by expert."""
     experts = len(offsets) - 1
-    n = _checked(x, packed, experts, bias)
+    n = _check_operands(x, packed, experts, bias)
     if mode == MATCH_DENSE:
         return _by_experts(x, packed, offsets, bias, partial, n, mode)
     x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
@@ -108,8 +108,8 @@ def _by_experts(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor 
         parts = [experts.product(x[start:stop], packed, e, None if bias is None else bias[e])
                  for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
     else:
-        parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False, mode)
-                 for e, start, stop, weight in _weights(packed, borders)]
+        parts = [ops.compute_product(x[start:stop], weight, None if bias is None else bias[e], False, mode)
+                 for e, start, stop, weight in _used_experts(packed, borders)]
     if borders[-1] < x.shape[0] or not parts:
         parts.append(x.new_zeros(x.shape[0] - borders[-1], n))
     return torch.cat(parts)
@@ -122,12 +122,12 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets,
         with torch.no_grad(), on_device(gradient.device):
             stored = packed if packed.order is None else packed.as_stored()
             out = _by_batches(gradient, stored, device_offsets(offsets, gradient), None, transposed=True)
-            return out if packed.order is None else out.index_select(1, order.places(packed.order))
+            return out if packed.order is None else out.index_select(1, order.inverse_order(packed.order))
     packed = packed.decode_streams()
     borders = host_borders(offsets, gradient.shape[0], True)
     out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
-    for _, start, stop, expert in _weights(packed, borders):
-        out[start:stop] = ops.computed(gradient[start:stop], expert, None, True, mode)
+    for _, start, stop, expert in _used_experts(packed, borders):
+        out[start:stop] = ops.compute_product(gradient[start:stop], expert, None, True, mode)
     return out
 
 
@@ -148,7 +148,7 @@ def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
     return borders
 
 
-def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int, int, int, PackedWeight]]:
+def _used_experts(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int, int, int, PackedWeight]]:
     """Experts that have rows of x: number, first row, end, weight.  Rows of other experts stay encoded."""
     chosen = [e for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
     n = packed.shape[0] // (len(borders) - 1)
@@ -162,7 +162,7 @@ def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int
         yield e, borders[e], borders[e + 1], packed.cut("N", places[e] * n, (places[e] + 1) * n)
 
 
-def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None) -> int:
+def _check_operands(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None) -> int:
     """Validate the arguments and return the rows of w per expert."""
     rows, k = packed.shape
     if experts < 1 or rows % experts:
@@ -201,7 +201,7 @@ def _product_by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: T
     if _is_fused(x, m, packed, experts):
         launch.grouped(x, packed.decode_streams(), _tiles(offsets, x, m, ROWS), bias, out, rows)
     elif m:
-        if packed.layout.streams and not stream_kernels.has_rows(packed, n):
+        if packed.layout.streams and not stream_kernels.can_decode_rows(packed, n):
             packed = packed.decode_streams()
         chosen = None
         if m < experts:
@@ -235,7 +235,7 @@ def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
             not launch.fits_experts(x, packed):
         return False
-    options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
+    options = plan.choose_candidate(packed, cdiv(m, experts), x.dtype, x.device).options
     fused = BY_EXPERTS.name
     return next(option.candidate.kind for option in options if option.candidate.kind in (fused, "decode")) == fused
 
@@ -276,7 +276,7 @@ def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor |
     width = k if transposed else n
     if not m:
         return x.new_zeros(0, width)
-    if packed.layout.streams and not stream_kernels.has_rows(packed, n):
+    if packed.layout.streams and not stream_kernels.can_decode_rows(packed, n):
         packed = packed.decode_streams()
     height = tile_height(m, experts)
     chosen, offsets = experts_with_rows(offsets, min(m, experts))
@@ -359,7 +359,7 @@ class _Product(torch.autograd.Function):
         is_plain = ops.is_plain(x, bias, *packed.tensors.values())
         if transposed:
             return (_computed_gradient if is_plain else _gradient_operation)(x, packed, offsets, mode)
-        return (_computed if is_plain else _operation)(x, packed, offsets, bias, partial, None, mode)
+        return (_experts_product if is_plain else _operation)(x, packed, offsets, bias, partial, None, mode)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -439,7 +439,7 @@ def _gradient_operation(gradient: Tensor, packed: PackedWeight, offsets: Tensor,
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
                      mode: str) -> Tensor:
-    return _computed(x, ops.packed_weight(tensors, weight), offsets, bias, partial, None, mode)
+    return _experts_product(x, ops.packed_weight(tensors, weight), offsets, bias, partial, None, mode)
 
 
 def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str, mode: str) -> Tensor:

@@ -15,12 +15,12 @@ from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
-from qdsl.runtime.torch.products import Product, bare, product_of
+from qdsl.runtime.torch.products import Product, product_of, without_settings
 from qdsl.runtime.torch.transforms import LayerTransform, transformed, with_tensors
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, check_weight
-from qdsl.runtime.weight.products import quick
-from qdsl.runtime.weight.transforms import folded, folded_bias
+from qdsl.runtime.weight.products import run_prepared
+from qdsl.runtime.weight.transforms import fold_transforms, folded_bias
 
 
 class QuantizedLinear(PackedModule, nn.Linear):
@@ -42,14 +42,14 @@ class QuantizedLinear(PackedModule, nn.Linear):
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
         check_weight(packed, self.format)
         nn.Module.__init__(self)                                 # nn.Linear.__init__ would allocate a dense weight
-        if input_scale is not None and (why := _wrong_scale(input_scale)):
+        if input_scale is not None and (why := _why_wrong_scale(input_scale)):
             raise FormatError(f"input_scale {why}")
         self.register_buffer("input_scale", input_scale)
         self._x_scale: str | None = None                         # read once, because reading waits for the GPU
         self.out_features, self.in_features = packed.shape
         check_bias(bias, packed.shape)
         if quantize_x:
-            eight.check(packed)
+            eight.check_quantize_x(packed)
             self.quantize_x = True
         self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
         self._hold(packed)
@@ -84,7 +84,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """The weight [N, K] by which a dense layer multiplies x: with the transforms.  Raises FormatError for a norm of x."""
         if not self.own_transforms:
             return super().dequantize(dtype)
-        return folded(super().dequantize(torch.float32), *with_tensors(self.own_transforms)).to(dtype)
+        return fold_transforms(super().dequantize(torch.float32), *with_tensors(self.own_transforms)).to(dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """An nn.Linear that computes the same, for example to merge a LoRA; in compute_dtype by default.
@@ -121,7 +121,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
                     mode = QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else ""
                     if siblings is not None and not mode and (out := siblings.compute(self, input)) is not None:
                         return out                               # type: ignore[no-any-return]
-                    if (out := quick(x, plan, tensors, bias, mode)) is not None:
+                    if (out := run_prepared(x, plan, tensors, bias, mode)) is not None:
                         return out
         return self._product(input)
 
@@ -147,7 +147,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """As in PackedModule; an input_scale keeps its stored shape and dtype."""
         own, scale = self.input_scale, state_dict.get(prefix + "input_scale")
         errors = len(error_msgs)
-        if scale is not None and (why := _wrong_scale(scale)):
+        if scale is not None and (why := _why_wrong_scale(scale)):
             error_msgs.append(f"{prefix}input_scale {why}")
             return
         if scale is not None:
@@ -198,7 +198,7 @@ def replaced_by(module: nn.Module) -> tuple[nn.Module, Product] | None:
     """What a packed layer in place of a module stands for, to be dense again as that; None for an nn.Linear."""
     if isinstance(module, QuantizedLinear):
         return module.replaced
-    return None if type(module) is nn.Linear else (bare(module), product_of(module))
+    return None if type(module) is nn.Linear else (without_settings(module), product_of(module))
 
 
 class QuantizedEmbedding(PackedModule, nn.Embedding):
@@ -252,7 +252,7 @@ def _renormed(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
     return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 
-def _wrong_scale(scale: Tensor) -> str:
+def _why_wrong_scale(scale: Tensor) -> str:
     """Why a tensor is not a static scale of x; '' if it is one."""
     if not isinstance(scale, Tensor) or not scale.is_floating_point() or scale.numel() != 1:
         shown = f"{str(scale.dtype)[6:]} {list(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__

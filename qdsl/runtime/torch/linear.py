@@ -15,7 +15,7 @@ from torch import Tensor
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.product import product, quantized
+from qdsl.runtime.gpu.product import product, quantized_product
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.target import plan_of
@@ -94,7 +94,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: st
     """x [..., K] times a packed weight's transpose, plus bias [N]: [..., N]."""
     if is_quantized(mode):
         return _quantized_x_product(x, packed.decode_streams(), bias, mode)
-    if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
+    if mode != INVARIANT and (out := int4.int4_product(x, packed, bias)) is not None:
         return out
     if packed.runs_kernels:
         return product(x, packed, bias, mode, mode == INVARIANT)
@@ -119,8 +119,8 @@ def _quantized_x_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, m
     """The product with x quantized to 8 bits: by a kernel, or without one by dequantizing x and multiplying in float32."""
     scale = _static_scale(mode)
     if not packed.runs_kernels or not launch.has_quantized(x, packed):
-        return packed_linear(eight.quantized_and_back(x, packed, scale), packed, bias).to(x.dtype)
-    return quantized(x, packed, bias, scale, mode)
+        return packed_linear(eight.fake_quantize_x(x, packed, scale), packed, bias).to(x.dtype)
+    return quantized_product(x, packed, bias, scale, mode)
 
 
 def packed_matmul(gradient: Tensor, packed: PackedWeight) -> Tensor:

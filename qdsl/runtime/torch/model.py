@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qdsl.core.text import Displayed, byte_text, counted, did_you_mean
-from qdsl.runtime.gpu.placement import fastest_storage, may_change
+from qdsl.runtime.gpu.placement import fastest_storage, may_change_storage
 from qdsl.runtime.torch.layers import QuantizedLinear, linear_class, replaced_by
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.weight_reads import weight_reads
@@ -72,7 +72,7 @@ def skip_rule(skip: Skip) -> Callable[[nn.Module, str], bool]:
     return lambda layer, name: any(pattern.fullmatch(part) for pattern in patterns for part in (name, *name.split(".")))
 
 
-def unmatched(skip: Skip, names: Iterable[str]) -> dict[str, str]:
+def unmatched_skips(skip: Skip, names: Iterable[str]) -> dict[str, str]:
     """Notes on patterns of `skip` that match none of the layers."""
     if skip is None or callable(skip):
         return {}
@@ -95,18 +95,18 @@ def quantize_model(model: nn.Module, format: WeightFormat, skip: Skip = None,
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
-    is_skipped, places = skip_rule(skip), _places(model)
-    report = Report(f"quantized to {format.name}", notes=unmatched(skip, chain(*places)))
+    is_skipped, places = skip_rule(skip), _layer_names(model)
+    report = Report(f"quantized to {format.name}", notes=unmatched_skips(skip, chain(*places)))
     reads = weight_reads(dict(model.named_modules(remove_duplicate=False)))
     for names in places:
         if not is_skipped(model.get_submodule(names[0]), names[0]):
-            why = _reason(model.get_submodule(names[0])) or next((reads[name] for name in names if name in reads), "")
+            why = _why_kept(model.get_submodule(names[0])) or next((reads[name] for name in names if name in reads), "")
             why = why or _replace(model, names, format, calibrated or {}, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
     return report                                                # no local variable kept a layer alive during the next one
 
 
-def _places(model: nn.Module) -> list[list[str]]:
+def _layer_names(model: nn.Module) -> list[list[str]]:
     """The names of every linear layer; a layer that occurs several times has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -115,7 +115,7 @@ def _places(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _reason(layer: nn.Module) -> str:
+def _why_kept(layer: nn.Module) -> str:
     """Why a layer cannot be replaced; '' if it can."""
     if isinstance(layer, QuantizedLinear):
         return f"holds a weight of {layer.format.name} already"
@@ -136,13 +136,13 @@ def _replace(model: nn.Module, names: list[str], format: WeightFormat, calibrate
     try:
         quantize: Callable[..., PackedWeight] = calibrated.get(names[0], format.quantize)
         packed = quantize(old.weight, **options)
-        packed = fastest_storage(packed) if "storage" not in options and may_change(old) else packed
+        packed = fastest_storage(packed) if "storage" not in options and may_change_storage(old) else packed
     except FormatError as error:
         return str(error)
     new = format.Linear(packed, old.bias, old.weight.dtype)
     new.bias = old.bias                                          # the same parameter, in case it is trained
     new.replaced = replaced_by(old)
-    new.keeps_copy = may_change(old)
+    new.keeps_copy = may_change_storage(old)
     new.train(old.training)
     tied = [name for name, other in model.named_parameters(remove_duplicate=False)
             if other is old.weight and name.removesuffix(".weight") not in names]
@@ -190,7 +190,7 @@ def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
 
     def rule(old: QuantizedLinear) -> QuantizedLinear | str:
-        if not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
+        if not may_change_storage(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
             return "its module, or another one, relies on its tensors"
         packed = old.packed
         fastest = fastest_storage(packed, old.quantize_x)
@@ -204,7 +204,7 @@ def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
 def keep_copies(model: nn.Module, filter: Callable[[str], bool]) -> None:
     """Let products of quantized linear layers keep copies of weights on a CPU (runtime/cpu/rows.py).  filter(name): for which."""
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLinear) and filter(name) and may_change(layer):
+        if isinstance(layer, QuantizedLinear) and filter(name) and may_change_storage(layer):
             layer.keeps_copy = True
 
 
@@ -219,8 +219,8 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
     check_model(model)
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
-    is_skipped, places = skip_rule(skip), _places(model)
-    report = Report(done, notes=unmatched(skip, chain(*places)))
+    is_skipped, places = skip_rule(skip), _layer_names(model)
+    report = Report(done, notes=unmatched_skips(skip, chain(*places)))
     for names in places:
         old = model.get_submodule(names[0])
         if isinstance(old, QuantizedLinear) and not is_skipped(old, names[0]):

@@ -14,10 +14,10 @@ from qdsl.runtime.libraries.private_apis import is_fsdp_shard
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.specialized import SpecializedModule
-from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
+from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, move_tensor
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 from qdsl.runtime.weight.pickling import picklable, unpickled
-from qdsl.runtime.weight.wrap import unfilled
+from qdsl.runtime.weight.wrap import unfilled_indices
 
 # Dtypes that may be loaded into a tensor of another dtype: decoding converts the scale to float32 anyway.
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
@@ -184,7 +184,7 @@ class PackedModule(SpecializedModule):
                     loaded[name] = tensor
         try:
             if loaded and not wrong and is_plain(*loaded.values()):
-                loaded |= unfilled(self.format, self._packed.derive(loaded))
+                loaded |= unfilled_indices(self.format, self._packed.derive(loaded))
                 self.format.checked(self._packed.derive({**self._own_shape(loaded), **loaded}))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
@@ -234,7 +234,7 @@ class PackedModule(SpecializedModule):
         def guarded(tensor: Tensor) -> Tensor:
             if id(tensor) not in stored:
                 return fn(tensor)
-            result = moved(tensor, stored[id(tensor)], fn)
+            result = move_tensor(tensor, stored[id(tensor)], fn)
             return result if result.dtype == dtype_on(result.device, stored[id(tensor)]) else tensor.to(result.device)
 
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
@@ -278,7 +278,7 @@ class PackedModule(SpecializedModule):
 
         An index that no one filled is dropped, as in `wrap`; it may be filled later, and is validated at every use.
         """
-        absent = unfilled(self.format, self._packed.derive(tensors))
+        absent = unfilled_indices(self.format, self._packed.derive(tensors))
         checked = self.format.checked(self._packed.derive({**tensors, **absent}))
         on_gpu = checked.device.type not in ("cpu", "meta")      # kernels for matrix units need it at every product
         self._packed.known_finite = checked.finite if on_gpu else None

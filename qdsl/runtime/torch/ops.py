@@ -43,7 +43,7 @@ from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_
 from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
-from qdsl.runtime.weight.products import Plan, quick
+from qdsl.runtime.weight.products import ProductPlan, run_prepared
 
 
 class WeightKey(NamedTuple):
@@ -153,12 +153,12 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     if is_direct(x, bias) and (plan := packed.plan) is not None and not packed.has_branch:
         if is_autocast_enabled():
             x = autocast(x)
-        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
+        out = run_prepared(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
     check_x(x, bias, packed.shape, packed.device)
     if is_quantized(mode):
-        eight.check(packed)
+        eight.check_quantize_x(packed)
     x = autocast(x)
     if is_recorded():
         return _operation(x, packed, bias, False, mode)
@@ -211,20 +211,20 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
     """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; without gradients."""
     if not transposed and (plan := packed.plan) is not None and not packed.has_branch and is_direct(x, bias):
         # Inside a product with gradients.
-        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
+        out = run_prepared(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
-    return (computed if is_plain(x, bias) else _operation)(x, packed, bias, transposed, mode)
+    return (compute_product if is_plain(x, bias) else _operation)(x, packed, bias, transposed, mode)
 
 
 @without_autocast
-def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
+def compute_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
     """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; computed at once, without gradients."""
     is_lossless = packed.layout.streams and packed.device.type == "cpu" and not (transposed or mode)
     if mode == MATCH_DENSE or (is_lossless and not x.is_contiguous()):       # the bits of torch's sums depend on strides
         return _dense_product(x, packed, bias, transposed)
     if packed.has_branch:
-        return _computed_sum(x, packed, bias, transposed, mode)
+        return _product_with_branches(x, packed, bias, transposed, mode)
     with torch.no_grad(), on_device(x.device):                   # stored tensors may require gradients
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # works for K = 0
         if not transposed:
@@ -232,7 +232,7 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: b
         elif packed.order is None:
             out = packed_matmul(rows, packed)
         else:
-            out = packed_matmul(rows, packed.as_stored()).index_select(1, order.places(packed.order))
+            out = packed_matmul(rows, packed.as_stored()).index_select(1, order.inverse_order(packed.order))
         # Autograd refuses in-place changes of a view that was made without gradients, as in `layer(x).add_(y)`.
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
 
@@ -246,14 +246,14 @@ def _dense_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, transpo
             out = x.reshape(-1, packed.shape[0]) @ weight
         else:
             out = functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        result: Tensor = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))     # see `computed`
+        result: Tensor = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))     # see `compute_product`
         return result
 
 
-def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
+def _product_with_branches(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
     """The product with a weight that has branches: the product with its base plus those with the branches."""
     base = packed.base
-    out = computed(x, base, bias, transposed, mode)
+    out = compute_product(x, base, bias, transposed, mode)
     packed.plan, packed.dense = base.plan, base.dense
     with torch.no_grad(), on_device(x.device):
         return add_branches(out, x, packed, transposed, mode)
@@ -317,7 +317,7 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # Plans of weights that operations are called with, by the text of the key and the index of the GPU, -1 for a CPU.
-_plans: dict[tuple[str, int], Plan] = {}
+_plans: dict[tuple[str, int], ProductPlan] = {}
 MOST = 4096                                                      # the most plans to keep
 
 
@@ -325,12 +325,12 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
     described = weight, x.get_device()
     plan = _plans.get(described)
     if plan is not None and len(plan.names) == len(tensors):     # without branches
-        out = quick(x, plan, tensors, bias, mode)
+        out = run_prepared(x, plan, tensors, bias, mode)
         if out is not None:
             return out
     packed = packed_weight(tensors, weight)
     packed.plan = plan if packed.has_branch else None            # the plan belongs to the base
-    out = computed(x, packed, bias, False, mode)
+    out = compute_product(x, packed, bias, False, mode)
     if packed.plan is not None and (packed.has_branch or " ".join(packed.plan.names) == read_key(weight).names):
         if len(_plans) >= MOST:
             _plans.clear()
@@ -339,7 +339,7 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
 
 
 def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str, mode: str) -> Tensor:
-    return computed(x, packed_weight(tensors, weight), None, True, mode)
+    return compute_product(x, packed_weight(tensors, weight), None, True, mode)
 
 
 def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
@@ -370,7 +370,7 @@ def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _linear_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
     to_x = _transposed_linear(gradient, tensors, ctx.weight, ctx.mode) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
@@ -414,7 +414,7 @@ def define_operation(name: str, function: Callable[..., Tensor], fake: Callable[
 _library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
 _linear = define_operation("linear", _computed_linear,
                  lambda x, tensors, bias, weight, mode="": x.new_empty(*x.shape[:-1], read_key(weight).n),
-                 _of_linear, _keep_linear, bias=2)
+                 _linear_gradients, _keep_linear, bias=2)
 _transposed_linear = define_operation("transposed", _computed_transposed,
                             lambda x, tensors, weight, mode: x.new_empty(*x.shape[:-1], read_key(weight).k),
                             _of_transposed, _keep_transposed)

@@ -56,7 +56,7 @@ def _is_product(module: nn.Module, product: Product, shape: tuple[int, ...], has
         return False
 
 
-def bare(module: nn.Module) -> nn.Module:
+def without_settings(module: nn.Module) -> nn.Module:
     """A copy of a module without its parameters."""
     shell = copy.copy(module)
     shell.__dict__ = {**vars(module), "_parameters": dict.fromkeys(module._parameters)}
@@ -65,7 +65,7 @@ def bare(module: nn.Module) -> nn.Module:
 
 def replacement_of(shell: nn.Module, dense: nn.Linear, product: Product) -> nn.Module:
     """A module of another class with the weight and the bias of an nn.Linear.  product: what it computes."""
-    module, weight = bare(shell), nn.Parameter(dense.weight, requires_grad=False)
+    module, weight = without_settings(shell), nn.Parameter(dense.weight, requires_grad=False)
     if product == "transposed":
         weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=False)
     module._parameters = {"weight": weight, "bias": dense.bias}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from qdsl.core.siblings import SIBLINGS
 from qdsl.runtime.cpu import kept, loops, rows
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu.joined import JoinedCopies, Run, join
-from qdsl.runtime.gpu.placement import may_change
+from qdsl.runtime.cpu.joined import JoinedCopies, Run, join_copies
+from qdsl.runtime.gpu.placement import may_change_storage
 from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.model import keep_copies
@@ -63,7 +63,7 @@ class Siblings:
         self._products, self._results = {}, None
         try:
             self._joined = None if any(layer.own_transforms or layer.packed.has_branch for layer in self.layers) else \
-                join([layer.packed for layer in self.layers])
+                join_copies([layer.packed for layer in self.layers])
         except FormatError:
             self._joined = None
         if self._joined is None:
@@ -215,5 +215,5 @@ def siblings_of(model: nn.Module, filter: Callable[[str], bool]) -> list[Sibling
 
 def _may_join(layer: QuantizedLinear) -> bool:
     """Whether a layer keeps a copy of its weight, and has no columns in another order."""
-    return layer.keeps_copy and may_change(layer) and _is_filled(layer) and \
+    return layer.keeps_copy and may_change_storage(layer) and _is_filled(layer) and \
         loops.are_compiled(layer.packed) and layer.packed.order is None

@@ -14,29 +14,29 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
+from qdsl.core.borders import UNITS, border_step, piece_step, slice_targets, spans_all
 from qdsl.core.shapes import Axis
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import branch_pieces, stream_kernels
-from qdsl.runtime.weight.arrays import common
+from qdsl.runtime.weight.arrays import common_tensor
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
-from qdsl.runtime.weight.gather import Source, gathered, group_index, group_size, is_scattered, plan
+from qdsl.runtime.weight.gather import GatherSource, gather_fields, group_index, group_size, is_scattered, plan_gather
 from qdsl.runtime.weight.packed import PackedWeight
 
 # -- rows and pieces --------------------------------------------------------------------------------------------------
 
 
-def rows(packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
+def gather_rows(packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
     """The weight of these rows, gathered from its tensors if rows are stored separately, else from its fields."""
     if not isinstance(index, Tensor):
         index = torch.tensor(list(index), dtype=torch.int64, device=packed.device)
     if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
     if packed.has_branch:
-        return branch_pieces.rows(packed, packed.base.rows(index), index)
+        return branch_pieces.rows_with_branches(packed, packed.base.rows(index), index)
     if not packed.has_separate_rows:
-        return _rows_again(packed, index)
+        return _repack_rows(packed, index)
     tensors = {}
     for name, tensor in packed.tensors.items():
         places = [place for place, axis in enumerate(packed.layout.tensors[name].axes) if axis.dim == "N"]
@@ -44,15 +44,15 @@ def rows(packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
     return packed.derive(tensors, (index.shape[0], packed.shape[1]))
 
 
-def _rows_again(packed: PackedWeight, index: Tensor) -> PackedWeight:
+def _repack_rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
     """Rows of a weight by its fields.  Raises FormatError if rows share a block."""
     n, k = packed.shape
     any_rows = torch.arange(index.numel(), device="cpu") % 2 * max(0, n - 1)     # for an index on meta: no two share a block
-    source = Source(packed, any_rows if index.is_meta else index.cpu().long(), 0, k)
+    source = GatherSource(packed, any_rows if index.is_meta else index.cpu().long(), 0, k)
     if source.rows.numel() and not 0 <= int(source.rows.min()) <= int(source.rows.max()) < n:
         raise IndexError(f"rows {int(source.rows.min())} to {int(source.rows.max())} of a weight that has {n}")
     try:
-        return _packed_again(source)
+        return _repack_source(source)
     except FormatError as error:
         step = shard_step(packed, "N")
         blocks = f"take whole blocks of {step} rows, or " if step < n else ""
@@ -63,9 +63,9 @@ def _rows_again(packed: PackedWeight, index: Tensor) -> PackedWeight:
 def cut(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
     """Rows or columns [start, stop) as views of the tensors.  Raises FormatError with the nearest legal borders."""
     if packed.has_branch:
-        return branch_pieces.piece(packed, packed.base.cut(dim, start, stop), dim, start, stop)
+        return branch_pieces.cut_with_branches(packed, packed.base.cut(dim, start, stop), dim, start, stop)
     if why := packed.why_not_cut(dim, start, stop):
-        raise FormatError(_refusal(packed, dim, start, stop, why, packed.step(dim)))
+        raise FormatError(_cut_error_text(packed, dim, start, stop, why, packed.step(dim)))
     if (start, stop) == (0, packed.shape[dim == "K"]):
         return packed
     shape = (stop - start, packed.shape[1]) if dim == "N" else (packed.shape[0], stop - start)
@@ -73,14 +73,14 @@ def cut(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
     for name, tensor in packed.tensors.items():
         for place, axis in enumerate(packed.layout.tensors[name].axes):
             if axis.dim in (dim, "N*K"):
-                tensor = tensor.narrow(place, *_span(packed, axis, dim, start, stop))
+                tensor = tensor.narrow(place, *_axis_range(packed, axis, dim, start, stop))
         if name in indices:
             tensor = tensor - tensor[:1]                         # groups, or columns, count from 0 again
         tensors[name] = tensor
     return packed.derive(tensors, shape)
 
 
-def _span(packed: PackedWeight, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
+def _axis_range(packed: PackedWeight, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
     """The first element, and number of elements, of an axis for rows or columns [start, stop)."""
     if axis.dim == "N*K":
         start, stop = (start * packed.shape[1], stop * packed.shape[1]) if dim == "N" else (0, 0)
@@ -95,7 +95,7 @@ def shard(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
     Prefers blocks that end at both borders, so that slices of a weight are alike, to blocks that extend beyond.
     """
     if packed.has_branch:
-        return branch_pieces.piece(packed, packed.base.shard(dim, start, stop), dim, start, stop)
+        return branch_pieces.cut_with_branches(packed, packed.base.shard(dim, start, stop), dim, start, stop)
     if not packed.why_not_cut(dim, start, stop):
         return packed.cut(dim, start, stop)
     band = stream_kernels.row_band(packed, start, stop) if dim == "N" else None
@@ -104,21 +104,22 @@ def shard(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
     if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
         decoded = packed.decode_rows(torch.arange(start, stop, device="cpu"))  # rows of other ranks are not decoded
         if decoded is not None:
-            return _packed_again(Source.whole(decoded))
-    source = Source.whole(packed)
-    source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
+            return _repack_source(GatherSource.whole(decoded))
+    source = GatherSource.whole(packed)
+    rows, first, last = (source.rows[start:stop], 0, source.stop) if dim == "N" else (source.rows, start, stop)
+    source = GatherSource(packed, rows, first, last)
     borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]
     try:
-        return _packed_again(source, lambda sizes: _check_blocks_end(packed, dim, borders, sizes))
+        return _repack_source(source, lambda sizes: _check_blocks_end(packed, dim, borders, sizes))
     except FormatError:
         pass
     try:
-        return _packed_again(source)
+        return _repack_source(source)
     except FormatError as error:
-        raise FormatError(_refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
+        raise FormatError(_cut_error_text(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
 
 
-def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
+def _repack_source(source: GatherSource, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
     """The weight of a source's rows and columns, packed again in the first storage and parameters that can hold it.
 
     check: raises FormatError for size parameters to skip.  Raises FormatError if none is left.
@@ -128,12 +129,12 @@ def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = l
     def make(storage: str, params: dict[str, int | str]) -> PackedWeight:
         sizes = packed.format.sizes(params, source.shape)
         check(sizes)
-        gather = plan(source, sizes)
+        gather = plan_gather(source, sizes)
         template = _template(packed, storage, params, source.shape)
         if packed.device.type == "meta":
             return template
         fields.update(fields or packed.format.unpack(packed))
-        return _labelled(packed.format.pack(gathered(source, sizes, gather, fields), storage, **params), packed)
+        return _with_notes_and_names(packed.format.pack(gather_fields(source, sizes, gather, fields), storage, **params), packed)
 
     return _first_allowed(packed, make)
 
@@ -174,7 +175,7 @@ def _name(packed: PackedWeight) -> str:
     return f"{packed.format.name}.{packed.storage} {list(packed.shape)}"
 
 
-def _refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
+def _cut_error_text(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
     """The error for an illegal slice: the reason, and the nearest legal borders, multiples of `step`."""
     whole = packed.shape[dim == "K"]
     near = [f"the nearest borders to {border} are {border // step * step} and {min(whole, -(-border // step) * step)}"
@@ -187,7 +188,7 @@ def _refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, st
 
 def _targets(packed: PackedWeight) -> Iterator[tuple[str, dict[str, int | str]]]:
     """The storages and parameters to try for a result: the source's own, then smaller blocks, then storage `planar`."""
-    return targets(packed.format.description, packed.storage, packed.params, packed.shape)
+    return slice_targets(packed.format.description, packed.storage, packed.params, packed.shape)
 
 
 def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | str]], PackedWeight]) -> PackedWeight:
@@ -213,12 +214,12 @@ def _template(packed: PackedWeight, storage: str, params: Mapping[str, int | str
     optional = [name for name, stored in layout.tensors.items() if stored.optional
                 and (stored.optional in fields or (name == layout.order and name in packed.tensors))]
     template = packed.format.empty(shape, storage, "meta", optional, **params)
-    if why := layout.why_not(shape, template.sizes):
+    if why := layout.why_unsupported_shape(shape, template.sizes):
         raise FormatError(f"{packed.format.name}.{storage}: {why}")
-    return _labelled(template, packed)
+    return _with_notes_and_names(template, packed)
 
 
-def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
+def _with_notes_and_names(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
     """The result with the source's notes, and with its tensor names if the storage is the same."""
     result.notes = packed.notes
     result.names = dict(packed.names) if result.storage == packed.storage else {}
@@ -231,16 +232,16 @@ def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
 @without_autocast
 def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
     """The weight whose rows or columns are those of the parts, in order.  Raises FormatError."""
-    _check_alike(parts, dim)
+    _check_joinable(parts, dim)
     if len(parts) == 1:
         return parts[0]
     if any(part.has_branch for part in parts):
-        return branch_pieces.joined(parts, join([part.base for part in parts], dim), dim)
-    joint = _Joint(parts, dim)
-    joined = joint.concatenated()
+        return branch_pieces.join_with_branches(parts, join([part.base for part in parts], dim), dim)
+    joint = _WeightJoin(parts, dim)
+    joined = joint.concatenate_tensors()
     if joined is None:
         try:
-            joined = _first_allowed(parts[0], joint.packed_again)
+            joined = _first_allowed(parts[0], joint.repack)
         except FormatError as error:
             raise FormatError(f"these weights of {parts[0].format.name}.{parts[0].storage} cannot be joined along {dim}: {error}"
                               ) from None
@@ -248,7 +249,7 @@ def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
     return joined
 
 
-def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+def concatenate_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     """The rows of all parts as one weight, if tensors can be concatenated; None if they must be packed again.
 
     Slicing it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
@@ -256,13 +257,13 @@ def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     if any(part.has_branch or part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
         return None
     try:
-        _check_alike(parts, "N")
-        return _Joint(parts, "N").concatenated() if len(parts) > 1 else parts[0]
+        _check_joinable(parts, "N")
+        return _WeightJoin(parts, "N").concatenate_tensors() if len(parts) > 1 else parts[0]
     except FormatError:
         return None
 
 
-def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
+def _check_joinable(parts: Sequence[PackedWeight], dim: str) -> None:
     """Raises FormatError unless the parts have the same format, storage, parameters, device and other extent."""
     other = "K" if dim == "N" else "N"
 
@@ -282,7 +283,7 @@ def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
 
 
 @dataclass
-class _Joint:
+class _WeightJoin:
     """Weights to join along a dim.  fields: those of every part, computed at first use."""
 
     parts: Sequence[PackedWeight]
@@ -304,7 +305,7 @@ class _Joint:
         """For every part, its first column in the joined weight."""
         return [0, *self.ends[:-1]] if self.dim == "K" else [0] * len(self.parts)
 
-    def concatenated(self) -> PackedWeight | None:
+    def concatenate_tensors(self) -> PackedWeight | None:
         """The joined weight, every tensor copied once; None if parts end inside blocks or their shared tensors differ."""
         fullest = max(self.parts, key=lambda part: len(part.tensors))            # a part may lack the index of columns in order
         template = _template(fullest, fullest.storage, fullest.params, self.shape)
@@ -314,7 +315,7 @@ class _Joint:
             return None
         tensors: dict[str, Tensor] = dict(fullest.tensors)
         for name in sorted(tensors, key=self._is_divided):       # shared ones first: if they differ, nothing is copied
-            joined = tensors[name] if name == template.layout.shape else self._tensor(name)
+            joined = tensors[name] if name == template.layout.shape else self._joined_tensor(name)
             if joined is None:
                 return None
             tensors[name] = joined
@@ -324,24 +325,24 @@ class _Joint:
         result.known_finite = False if False in finite else None if None in finite else True
         return result
 
-    def _tensor(self, name: str) -> Tensor | None:
+    def _joined_tensor(self, name: str) -> Tensor | None:
         """A tensor of the joined weight; None if parts lack it, or if it is shared and differs."""
         stored, is_order = self.parts[0].layout.tensors[name], name == self.parts[0].layout.order
         if is_order or stored.dtype == "index":
-            values = [_column_numbers(part, name, 1 if is_order else group_size(part), start)
+            values = [_index_from_column(part, name, 1 if is_order else group_size(part), start)
                       for part, start in zip(self.parts, self.first_columns, strict=True)]
         else:
             values = [part.tensors[name] for part in self.parts if name in part.tensors]
         if len(values) < len(self.parts):
             return None
         places = [place for place, axis in enumerate(stored.axes) if axis.dim in (self.dim, "N*K")]
-        return torch.cat(values, places[0]) if places else common(values)
+        return torch.cat(values, places[0]) if places else common_tensor(values)
 
     def _is_divided(self, name: str) -> bool:
         """Whether a tensor is divided among the parts, instead of shared."""
         return any(axis.dim in (self.dim, "N*K") for axis in self.parts[0].layout.tensors[name].axes)
 
-    def packed_again(self, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+    def repack(self, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
         """The joined weight, by the fields of all parts.  Raises FormatError."""
         first = self.parts[0]
         sizes = first.format.sizes(params, self.shape)
@@ -349,16 +350,16 @@ class _Joint:
             for axis in kind.axes:
                 if not spans_all(axis, params):
                     self._check_ends(name, axis, sizes)
-        sources = [Source.whole(part) for part in self.parts]
-        gathers = [plan(source, sizes) for source in sources]
+        sources = [GatherSource.whole(part) for part in self.parts]
+        gathers = [plan_gather(source, sizes) for source in sources]
         template = _template(first, storage, params, self.shape)
         if first.device.type == "meta":
             return template
         self.fields = self.fields or _all_fields(self.parts)
-        taken = [gathered(source, sizes, gather, fields)
+        taken = [gather_fields(source, sizes, gather, fields)
                  for source, gather, fields in zip(sources, gathers, self.fields, strict=True)]
-        joined = {name: self._field(name, [fields[name] for fields in taken], sizes, params) for name in taken[0]}
-        return _labelled(first.format.pack(joined, storage, **params), first)
+        joined = {name: self._joined_field(name, [fields[name] for fields in taken], sizes, params) for name in taken[0]}
+        return _with_notes_and_names(first.format.pack(joined, storage, **params), first)
 
     def _check_ends(self, name: str, axis: Axis, sizes: Mapping[str, int]) -> None:
         """Raises FormatError if a block of a field would span two parts."""
@@ -370,7 +371,7 @@ class _Joint:
             raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {step} "
                               f"{UNITS[self.dim]}")
 
-    def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
+    def _joined_field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
         """A field of the joined weight: the parts' fields concatenated, or the one that they share."""
         kind = self.parts[0].variant.fields[name]
         if kind.groups is not None:
@@ -380,14 +381,14 @@ class _Joint:
                 return torch.cat(values, place)
             if axis.dim == "N*K":
                 return torch.cat([value.view(self.shape[0], -1) for value in values], 1).flatten()   # a flat axis is alone
-        shared = common(values)
+        shared = common_tensor(values)
         if shared is None:
             raise FormatError(f"all {UNITS[self.dim]} share '{name}', which differs between parts; requantize the parts as one "
                               f"weight, or in a format that has it for single {UNITS[self.dim]} or blocks")
         return shared
 
 
-def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Tensor:
+def _index_from_column(part: PackedWeight, name: str, unit: int, start: int) -> Tensor:
     """An index (unit: columns of a group) or an order (unit 1) of columns, counted from column `start`."""
     value = part.tensors.get(name)
     if value is None:                                            # columns are in order

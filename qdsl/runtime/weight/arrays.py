@@ -133,7 +133,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype, device=device)
 
 
-def common(values: Sequence[Tensor]) -> Tensor | None:
+def common_tensor(values: Sequence[Tensor]) -> Tensor | None:
     """The first tensor if all have the same bits, NaN included; None if they differ.  On meta they count as equal."""
     first = values[0]
     same = first.is_meta or all(value is first or (value.shape == first.shape and torch.equal(_bytes(value), _bytes(first)))
@@ -146,7 +146,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def aligned_copy(tensor: Tensor) -> Tensor:
     """A copy of a small tensor whose address is no multiple of 16, because bits of torch's matmul depend on that; else the
     tensor.
     """

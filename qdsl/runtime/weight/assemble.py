@@ -21,21 +21,21 @@ def assemble(format: WeightFormat, storage: str, tensors: Mapping[str, Tensor], 
     """A weight of tensors in the storage's own shapes and dtypes; validates its index tensors."""
     layout = format.variant(params).storages[storage]
     sizes = format.sizes(params, shape)
-    if why := layout.why_not(shape, sizes):
+    if why := layout.why_unsupported_shape(shape, sizes):
         raise FormatError(f"{format.name}.{storage}: {why}")
     own = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
     in_order = {name for name, tensor in own.items() if (name == layout.order or layout.tensors[name].dtype == "index")
-                and check_columns(format, name, tensor, name == layout.order, shape, params)}
+                and has_columns_in_order(format, name, tensor, name == layout.order, shape, params)}
     if layout.shape and not tensors[layout.shape].is_meta and tuple(tensors[layout.shape].tolist()) != shape:
         raise FormatError(f"{format.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                           f"{list(shape)}")
     packed = PackedWeight(format, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
                           stream_info=streams.stream_info(format.name, layout, own, shape))
-    branch_pieces.check(packed)
+    branch_pieces.check_branches(packed)
     return packed
 
 
-def check_again(packed: PackedWeight) -> PackedWeight:
+def revalidate(packed: PackedWeight) -> PackedWeight:
     """The same weight with its tensors validated again.
 
     Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
@@ -49,8 +49,8 @@ def check_again(packed: PackedWeight) -> PackedWeight:
     return assemble(packed.format, packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
 
 
-def check_columns(format: WeightFormat, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
-                  params: Mapping[str, int | str]) -> bool:
+def has_columns_in_order(format: WeightFormat, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
+                         params: Mapping[str, int | str]) -> bool:
     """Whether an index or order says that columns are in order.
 
     Raises FormatError for groups that do not exist, and for an order that is no permutation.
@@ -62,7 +62,7 @@ def check_columns(format: WeightFormat, name: str, tensor: Tensor, is_order: boo
     assert groups is not None                                    # a format with an index or an order has groups
     count, size = groups.extent(*shape, sizes) or 0, groups.by(sizes)
     tensor = order.columns(tensor) if is_order else tensor
-    if why := order.wrong_order(tensor, size) if is_order else order.wrong_index(tensor, count):
+    if why := order.why_wrong_order(tensor, size) if is_order else order.why_wrong_index(tensor, count):
         raise FormatError(f"{format.name}: '{name}' {why}")
     return torch.equal(tensor, order.in_order(tensor, 1 if is_order else size))
 
@@ -74,11 +74,11 @@ def check_shape(format: WeightFormat, name: str, layout: Storage, shape: tuple[i
         for axis in stored.axes if not stored.optional or stored.optional in included else ():
             if axis.extent(*shape, sizes) is None:
                 raise FormatError(f"{format.name}.{name}: {axis.wrong(*shape, sizes)}")
-    if why := layout.why_not(shape, sizes):
+    if why := layout.why_unsupported_shape(shape, sizes):
         raise FormatError(f"{format.name}.{name}: {why}")
 
 
-def whole_shape(format: WeightFormat, shape: Sequence[int]) -> tuple[int, int]:
+def checked_shape(format: WeightFormat, shape: Sequence[int]) -> tuple[int, int]:
     """A caller's shape as (N, K).  Raises FormatError."""
     try:
         n, k = map(int, shape)
@@ -98,7 +98,7 @@ def empty_weight(format: WeightFormat, shape: tuple[int, int], storage: str | No
 
     optional: the optional tensors to include, by default scales.  Raises FormatError.
     """
-    chosen, shape = format.complete(params), whole_shape(format, shape)
+    chosen, shape = format.complete(params), checked_shape(format, shape)
     name, layout = format.storage(storage, chosen)
     sizes = format.sizes(chosen, shape)
     field_of = {key: stored.optional for key, stored in format.description.layout(name, chosen).items() if stored.optional}

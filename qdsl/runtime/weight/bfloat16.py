@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.core.codecs import exponents
-from qdsl.core.slices import Digits, Piece
+from qdsl.core.slices import Digits, FieldPiece
 from qdsl.runtime.libraries.private_apis import is_batched, is_in_torch_dispatch_mode
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.packed import PackedWeight
@@ -24,12 +24,12 @@ ARRANGEMENTS: dict[str, tuple[Sequence[Digits], Sequence[Digits]]] = {
     "flat": ([0], [0]), "quads": ([0, 1], [0, [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]])}
 
 
-def write(packed: PackedWeight, out: Tensor) -> bool:
+def write_decoded(packed: PackedWeight, out: Tensor) -> bool:
     """Write a weight with decoded streams to out [N, K]; False if its storage or the dtype of out does not fit."""
     if packed.variant.copies is None or out.dtype != torch.bfloat16 or not out.is_contiguous():
         return False
     arrangement = _arrangement(packed.layout)
-    if not arrangement or not _is_plain(out, *packed.tensors.values()):
+    if not arrangement or not _are_plain_tensors(out, *packed.tensors.values()):
         return False
     symbols, uncoded = (packed.tensors[name].detach().contiguous().numpy() for name in packed.layout.coded)
     n, k = out.shape
@@ -47,7 +47,7 @@ def fields_of(packed: PackedWeight, tensors: Iterable[Tensor | None]) -> dict[st
     """The fields of the tensors that unpack takes.  packed: the weight, with its streams decoded."""
     if packed.variant.copies is not None and packed.device.type == "cpu" and _arrangement(packed.layout):
         weight = torch.empty(packed.shape, dtype=torch.bfloat16, device="cpu")
-        if write(packed, weight):
+        if write_decoded(packed, weight):
             return {packed.variant.copies: weight}
     return packed.layout.fields_of(tensors, packed.extents)
 
@@ -57,14 +57,14 @@ def tensors_of(variant: Variant, layout: Storage, fields: Mapping[str, Tensor | 
     """The tensors that pack returns, before streams are encoded."""
     weight = None if variant.copies is None else fields.get(variant.copies)
     arrangement = "" if weight is None else _arrangement(layout)
-    if weight is None or not arrangement or not _is_plain(weight):
+    if weight is None or not arrangement or not _are_plain_tensors(weight):
         return layout.tensors_of(fields, extents)
     patterns = _patterns(weight.detach().contiguous())
     parts = exponents().split_rows(patterns) if arrangement == "quads" else exponents().split_exponents([patterns.reshape(-1)])
     return dict(zip(layout.decoded.coded, map(torch.from_numpy, parts), strict=True))
 
 
-def _is_plain(*tensors: Tensor) -> bool:
+def _are_plain_tensors(*tensors: Tensor) -> bool:
     """Whether tensors are plain CPU tensors with numbers, not traced or otherwise observed."""
     return not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode() and all(
         type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not is_batched(tensor)
@@ -85,4 +85,4 @@ def _arrangement(layout: Storage) -> str:
         return ""
     field = "".join(stored[0].fields)
     return next((name for name, (symbols, uncoded) in ARRANGEMENTS.items() if [tensor.slices for tensor in stored] == [
-        (Piece(field, 0, symbols, 7, 8),), (Piece(field, 0, uncoded, 0, 7), Piece(field, 7, uncoded, 15, 1))]), "")
+        (FieldPiece(field, 0, symbols, 7, 8),), (FieldPiece(field, 0, uncoded, 0, 7), FieldPiece(field, 7, uncoded, 15, 1))]), "")

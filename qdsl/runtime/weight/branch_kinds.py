@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qdsl.runtime.weight.arrays import common
+from qdsl.runtime.weight.arrays import common_tensor
 
 Fields = dict[str, Tensor]
 Shape = tuple[int, int]
@@ -20,7 +20,7 @@ Wrong = tuple[str, str] | None                                   # a field and t
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BranchOperations:
     """Functions of one kind of branch.
 
     wrong: the problem of fields for a weight [N, K].  add: to float32 weights, in place.  cut: rows or columns [start, stop).
@@ -52,7 +52,7 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
-def _wrong_factors(fields: Fields, shape: Shape) -> Wrong:
+def _factors_problem(fields: Fields, shape: Shape) -> Wrong:
     up, down = fields["up"], fields["down"]
     if up.dim() != 2 or up.shape[0] != shape[0]:
         return "up", f"{_shown(up)}, for {shape[0]} rows"
@@ -76,7 +76,7 @@ def _join_factors(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) ->
     """Keep factors that all parts share; else each part gets its own r."""
     own, other = ("up", "down") if dim == "N" else ("down", "up")
     places = {"up": 0, "down": 1}
-    shared = common([part[other] for part in parts])
+    shared = common_tensor([part[other] for part in parts])
     if shared is not None:
         return {own: torch.cat([part[own] for part in parts], places[own]), other: shared}
     return {own: _block_diagonal([part[own] for part in parts]),
@@ -86,7 +86,7 @@ def _join_factors(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) ->
 # -- sparse entries by rows -------------------------------------------------------------------------------------------
 
 
-def _wrong_entries(fields: Fields, shape: Shape) -> Wrong:
+def _entries_problem(fields: Fields, shape: Shape) -> Wrong:
     start, column, value = fields["start"], fields["column"], fields["value"]
     count = column.numel()
     if tuple(start.shape) != (shape[0] + 1,):
@@ -112,7 +112,7 @@ def row_numbers(start: Tensor, count: int) -> Tensor:
     return torch.repeat_interleave(numbers, start.diff().long(), output_size=count)
 
 
-def moved(fields: Fields, columns: Tensor, rising: bool = True) -> Fields:
+def permute_entries(fields: Fields, columns: Tensor, rising: bool = True) -> Fields:
     """The entries with column j renamed to columns[j].  rising: sort each row's entries by column."""
     start, column = fields["start"], columns[fields["column"].long()].to(torch.int32)
     if not rising:
@@ -146,7 +146,7 @@ def _cut_entries(fields: Fields, dim: str, start: int, stop: int) -> Fields:
     return {"start": _starts(counts), "column": column[kept] - start, "value": value[kept]}
 
 
-def _rows_of_entries(fields: Fields, index: Tensor) -> Fields:
+def _take_entry_rows(fields: Fields, index: Tensor) -> Fields:
     first, column, value = fields["start"].long(), fields["column"], fields["value"]
     index = index.to(first.device)
     if first.is_meta:
@@ -178,7 +178,7 @@ def _join_entries(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) ->
 # -- dense rows -------------------------------------------------------------------------------------------------------
 
 
-def _wrong_rows(fields: Fields, shape: Shape) -> Wrong:
+def _dense_rows_problem(fields: Fields, shape: Shape) -> Wrong:
     row, value = fields["row"], fields["row_value"]
     if row.dim() != 1 or tuple(value.shape) != (row.numel(), shape[1]):
         return "row_value", f"{_shown(value)}, for {row.numel()} rows of {shape[1]} columns"
@@ -192,7 +192,7 @@ def _add_rows(fields: Fields, weight: Tensor) -> None:
         weight[n] += fields["row_value"][r].float()
 
 
-def _cut_rows(fields: Fields, dim: str, start: int, stop: int) -> Fields:
+def _cut_dense_rows(fields: Fields, dim: str, start: int, stop: int) -> Fields:
     row, value = fields["row"], fields["row_value"]
     if dim == "K":
         return {"row": row, "row_value": value[:, start:stop]}
@@ -202,7 +202,7 @@ def _cut_rows(fields: Fields, dim: str, start: int, stop: int) -> Fields:
     return {"row": row[kept] - start, "row_value": value[kept]}
 
 
-def _rows_of_rows(fields: Fields, index: Tensor) -> Fields:
+def _take_dense_rows(fields: Fields, index: Tensor) -> Fields:
     row, value = fields["row"], fields["row_value"]
     if row.is_meta:
         return {"row": row.new_empty(0), "row_value": value.new_empty(0, value.shape[1])}
@@ -211,12 +211,12 @@ def _rows_of_rows(fields: Fields, index: Tensor) -> Fields:
 
 
 
-def _join_rows(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fields:
+def _join_dense_rows(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fields:
     if dim == "N":
         first = [0, *accumulate(shape[0] for shape in shapes)]
         return {"row": torch.cat([part["row"] + before for part, before in zip(parts, first, strict=False)]),
                 "row_value": torch.cat([part["row_value"] for part in parts])}
-    shared = common([part["row"] for part in parts])
+    shared = common_tensor([part["row"] for part in parts])
     if shared is not None:
         return {"row": shared, "row_value": torch.cat([part["row_value"] for part in parts], 1)}
     return {"row": torch.cat([part["row"] for part in parts]),
@@ -224,11 +224,11 @@ def _join_rows(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fi
 
 
 KINDS = {
-    "low_rank": Kind(_wrong_factors, _add_factors, _cut_factors,
-                     lambda fields, index: {**fields, "up": fields["up"].index_select(0, index.to(fields["up"].device))},
-                     lambda like, shape: {"up": like["up"].new_zeros(shape[0], 0), "down": like["down"].new_zeros(0, shape[1])},
-                     _join_factors),
-    "csr": Kind(_wrong_entries, _add_entries, _cut_entries, _rows_of_entries, _no_entries, _join_entries),
-    "dense_rows": Kind(_wrong_rows, _add_rows, _cut_rows, _rows_of_rows, lambda like, shape: {
-        "row": like["row"].new_empty(0), "row_value": like["row_value"].new_empty(0, shape[1])}, _join_rows),
+    "low_rank": BranchOperations(_factors_problem, _add_factors, _cut_factors,
+                                 lambda fields, index: {
+        **fields, "up": fields["up"].index_select(0, index.to(fields["up"].device))}, lambda like, shape: {
+        "up": like["up"].new_zeros(shape[0], 0), "down": like["down"].new_zeros(0, shape[1])}, _join_factors),
+    "csr": BranchOperations(_entries_problem, _add_entries, _cut_entries, _take_entry_rows, _no_entries, _join_entries),
+    "dense_rows": BranchOperations(_dense_rows_problem, _add_rows, _cut_dense_rows, _take_dense_rows, lambda like, shape: {
+        "row": like["row"].new_empty(0), "row_value": like["row_value"].new_empty(0, shape[1])}, _join_dense_rows),
 }

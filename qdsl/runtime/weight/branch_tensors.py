@@ -18,7 +18,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from qdsl.core.shapes import Axis, axis, seen_shape
+from qdsl.core.shapes import Axis, axis, shape_in_files
 from qdsl.core.slices import fill
 from qdsl.runtime.weight.branch_kinds import KINDS, Fields
 from qdsl.runtime.weight.errors import FormatError
@@ -56,7 +56,7 @@ class BranchTensor:
         """The step of N or K at whose multiples the field can be sliced."""
         return lcm(*(digit.by({}) for digit in self.digits if digit.dim == dim))
 
-    def field(self, tensor: Tensor, shape: Shape) -> Tensor:
+    def unpack_field(self, tensor: Tensor, shape: Shape) -> Tensor:
         """The field that a tensor of a weight [N, K] holds."""
         if self.at is not None:
             half = tensor << HALF - self.at >> HALF
@@ -69,8 +69,8 @@ class BranchTensor:
         places = [place for digits in self.order for place in digits]
         return tensor.reshape(sizes).permute(places).reshape([prod(sizes[place] for place in digits) for digits in self.order])
 
-    def tensor(self, field: Tensor, shape: Shape) -> Tensor:
-        """The tensor that holds a field; for half words, a tensor with only that half filled.  The inverse of `field`.
+    def pack_field(self, field: Tensor, shape: Shape) -> Tensor:
+        """The tensor that holds a field; for half words, a tensor with only that half filled.  The inverse of `unpack_field`.
 
         Raises FormatError if the field does not fit.
         """
@@ -93,7 +93,7 @@ class BranchTensor:
             raise FormatError(f"'{self.name}' holds no field [{', '.join(map(str, field.shape))}]")
         split = field.reshape([sizes[place] for place in places])
         inverse = [places.index(place) for place in range(len(places))]
-        whole = seen_shape(self.axes, *shape, {}, field.numel())
+        whole = shape_in_files(self.axes, *shape, {}, field.numel())
         assert whole is not None
         return split.permute(inverse).reshape(whole).contiguous()
 

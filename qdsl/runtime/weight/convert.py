@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import find_number
-from qdsl.core.shapes import granule
-from qdsl.core.slices import Piece, Placed
+from qdsl.core.shapes import slicing_step
+from qdsl.core.slices import FieldPiece, PlacedPiece
 from qdsl.host import progress
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
@@ -30,17 +30,17 @@ from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
 def convert(packed: PackedWeight, storage: str) -> dict[str, Tensor]:
     """The tensors of a weight in another storage.  Raises FormatError if that cannot hold them."""
     other = PackedWeight(packed.format, storage, {}, packed.shape, packed.params)
-    tensors = moved(packed, other) or by_fields(packed, other)
-    left = omitted(packed, other.layout)
+    tensors = moved_tensors(packed, other) or by_fields(packed, other)
+    left = omitted_tensors(packed, other.layout)
     return {name: tensor for name, tensor in tensors.items() if name not in left}
 
 
-def moved(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+def moved_tensors(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a weight in the storage of `other`, most of them moved word by word; none if they cannot be."""
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # fields with one value in the other storage
     fixed |= {layout.order for layout in (packed.layout, other.layout) if packed.order is not None and not layout.is_order_plain}
-    return {} if fixed else by_words(packed, other)
+    return {} if fixed else move_by_words(packed, other)
 
 
 def with_indices(packed: PackedWeight) -> PackedWeight:
@@ -60,7 +60,7 @@ def with_scales(packed: PackedWeight) -> PackedWeight:
     return packed.derive({**packed.tensors, **default_tensors(packed, missing)}) if missing else packed
 
 
-def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
+def omitted_tensors(packed: PackedWeight, layout: Storage) -> set[str]:
     """The tensors that another storage omits because their fields have only default values."""
     if not layout.omits or packed.order is not None:
         return set()
@@ -70,11 +70,11 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 
 def default_fields(packed: PackedWeight, names: Collection[str]) -> set[str]:
     """The fields, among `names`, that have only default values."""
-    fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
+    fields = unpack_needed_fields(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
-def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
+def unpack_needed_fields(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
     """The fields of a weight.  Tensors are read as meta, and give meta fields, if may_skip(their fields) is true."""
     operands: list[Tensor | None] = []
     for name in packed.layout.coded:
@@ -87,7 +87,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
     """The optional tensors that a weight lacks, as their default values would be stored."""
     if not names:
         return {}
-    fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # meta fields, for their shapes
+    fields: dict[str, Tensor] = unpack_needed_fields(weight, lambda stored_fields: True)  # meta fields, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
         fields[own] = default_field(weight.format.description, weight.variant, own, weight.shape, weight.params, weight.device)
@@ -99,23 +99,23 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 
-def by_words(packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None) -> dict[str, Tensor]:
+def move_by_words(packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None) -> dict[str, Tensor]:
     """The tensors for the storage of `other`, most of them moved word by word; none if moves are not possible.
 
     changed: if `other` has another format, the conversion of fields that do not keep their bits.
     """
-    ordered = _ordered(packed, other)
+    ordered = _column_orders(packed, other)
     if ordered is None or not math.prod(packed.shape) or packed.layout.streams or other.layout.streams:
         return {}                                                # entropy-coded bits have no fixed place
     moved, columns = ordered
-    change = _Change(packed, other, dtypes_and_shapes(other), columns, changed)
+    change = _StorageChange(packed, other, dtypes_and_shapes(other), columns, changed)
     if 2 * change.unpacked_bytes > packed.nbytes:
         return {}
     for name in change.wanted:
         if name not in moved and (tensor := change.tensor(name)) is not None:
             moved[name] = tensor
     left = change.missing_tensors(moved)
-    if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
+    if left and (change.moves_columns(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
         return {}
     moved.update(change.remaining_tensors(moved) if left else {})
     if any(tensor.is_meta for tensor in moved.values()) and packed.device.type != "meta":
@@ -129,7 +129,7 @@ def _with_shape(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Te
     return {**tensors, other.layout.shape: shape_tensor(other.shape, device)} if other.layout.shape else tensors
 
 
-def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
+def _column_orders(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
     """The tensors that give the order of columns, and the stored place of each column if columns move.
 
     None if the other storage needs columns in order and these are not.
@@ -139,29 +139,29 @@ def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tenso
     if packed.order is not None:
         if other.layout.order:
             return {other.layout.order: packed.order}, None
-        return ({into[0]: order.index_of(packed.order, group)}, order.places(packed.order)) if into else None
+        return ({into[0]: order.index_of(packed.order, group)}, order.inverse_order(packed.order)) if into else None
     if into or not packed.moved_indices:
         return {}, None
     index = packed.tensors[packed.moved_indices[0]]
-    if not other.layout.order or order.uneven(index, group):
+    if not other.layout.order or order.why_uneven_groups(index, group):
         return None
     by_group = order.by_groups(index)
     return {other.layout.order: by_group}, by_group.long()
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _PieceMove:
     """A piece of `width` bits of a stored tensor, and its destination.  by: the tensor's name; moves: its columns move too."""
 
     by: str
-    source: Placed
-    result: Placed
+    source: PlacedPiece
+    result: PlacedPiece
     width: int
     moves: bool
 
     @property
-    def plan(self) -> transpose.Plan:
-        plan = transpose.plan(self.source, self.result, self.width)
+    def plan(self) -> transpose.MovePlan:
+        plan = transpose.plan_move(self.source, self.result, self.width)
         assert plan is not None
         return plan
 
@@ -175,7 +175,7 @@ class ChangedFields:
 
 
 @dataclass
-class _Change:
+class _StorageChange:
     """A change of storage to one with the tensors `wanted`.  columns: the stored place of every column, if columns move."""
 
     packed: PackedWeight
@@ -185,7 +185,7 @@ class _Change:
     changed: ChangedFields | None
 
     @cached_property
-    def source_pieces(self) -> dict[str, tuple[Piece, ...]]:
+    def source_pieces(self) -> dict[str, tuple[FieldPiece, ...]]:
         """The pieces of the source's tensors; none for tensors whose bits are not at digits."""
         return {name: self.packed.layout.tensors[name].slices for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
@@ -214,11 +214,11 @@ class _Change:
         filled_tensor = empty(shape, dtype, before.device)
         if not filled:
             filled_tensor.view(-1).view(torch.uint8).zero_()       # of one number, too
-        if not all(self._fill(filled_tensor, move) for move in moved):
+        if not all(self._fill_by_move(filled_tensor, move) for move in moved):
             return None
         return filled_tensor.add_(stored.adds) if stored.adds else filled_tensor
 
-    def _move(self, piece: Piece, name: str) -> _Move | None:
+    def _move(self, piece: FieldPiece, name: str) -> _PieceMove | None:
         sources = ((name, source) for name, stored_pieces in self.source_pieces.items() for source in stored_pieces)
         by, before = next(((name, source) for name, source in sources if source.key == piece.key), ("", piece))
         if not by or before.further or piece.further or (self.changed is not None and piece.field not in self.changed.kept):
@@ -229,21 +229,21 @@ class _Change:
         source, (dtype, shape) = self.packed.placed(by, before), self.wanted[name]
         result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, field.axes, self.packed.shape,
                                                         self.packed.sizes)
-        if source is None or result is None or transpose.plan(source, result, width) is None:
+        if source is None or result is None or transpose.plan_move(source, result, width) is None:
             return None
         moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)
-        return _Move(by, source, result, width, moves)
+        return _PieceMove(by, source, result, width, moves)
 
-    def _fill(self, into: Tensor, move: _Move) -> bool:
+    def _fill_by_move(self, into: Tensor, move: _PieceMove) -> bool:
         tensor = self.packed.tensors[move.by].contiguous()
         adds = self.packed.layout.tensors[move.by].adds
         tensor = tensor - adds if adds else tensor
         share = math.prod(self.packed.shape) * into.nbytes / max(1, self.size(list(self.wanted)))
         if move.moves and self.columns is not None:
             with progress.step_share(share, 2 * tensor.nbytes):        # there and back
-                return transpose.gather(move.source, move.result, move.width, self.columns, tensor, into)
+                return transpose.gather_columns(move.source, move.result, move.width, self.columns, tensor, into)
         with progress.step_share(share, tensor.nbytes):
-            transpose.move(move.plan, tensor, into)
+            transpose.move_bits(move.plan, tensor, into)
         return True
 
     # -- what is left -------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class _Change:
         done = {*moved, self.other.layout.order, self.other.layout.shape}
         return [name for name in self.wanted if name not in done and (open_ or not self.other.layout.tensors[name].optional)]
 
-    def moves(self, names: Sequence[str]) -> bool:
+    def moves_columns(self, names: Sequence[str]) -> bool:
         """Whether columns move in these tensors of the result."""
         fields = {field for name in names for field in self.other.layout.tensors[name].fields}
         have_bits = all(self.other.layout.tensors[name].slices for name in names)
@@ -272,7 +272,7 @@ class _Change:
         stored = self.other.layout.tensors
         done = {field for name in moved for field in stored[name].fields}
         done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}
-        fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
+        fields = unpack_needed_fields(self.packed, lambda stored_fields: stored_fields <= done)
         packed, description = self.packed, self.packed.format.description
         fields |= {name: default_field(description, packed.variant, name, packed.shape, packed.params, packed.device)
                    for name in self.other.layout.always if name not in fields and self.changed is None}
@@ -283,7 +283,7 @@ class _Change:
         return {name: tensor.contiguous() for name, tensor in remaining.items() if name not in moved}
 
 
-def _is_whole(plan: transpose.Plan) -> bool:
+def _is_whole(plan: transpose.MovePlan) -> bool:
     """Whether a plan writes exactly the bits of its piece."""
     return not plan.clear and all(axis.source is not None for axis in plan.axes)
 
@@ -292,10 +292,11 @@ def _is_whole(plan: transpose.Plan) -> bool:
 
 
 def by_fields(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    return in_rows(packed, other, lambda part, start: pack(other.format, unpack(part), other.storage, other.params))
+    return convert_row_tiles(packed, other, lambda part, start: pack(other.format, unpack(part), other.storage, other.params))
 
 
-def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWeight, int], PackedWeight]) -> dict[str, Tensor]:
+def convert_row_tiles(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWeight, int], PackedWeight],
+                      ) -> dict[str, Tensor]:
     """The tensors of `other`, filled with the tensors of make(part, start) for tiles of rows from `start` on.
 
     Besides both weights this needs memory for one tile, whole blocks and records of both.
@@ -303,7 +304,7 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
     n, k = packed.shape
     axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
     at_once = bool(other.layout.whole or packed.layout.streams or other.layout.streams)
-    least = n if at_once else math.lcm(packed.step("N"), granule(axes, "N", other.sizes, k))
+    least = n if at_once else math.lcm(packed.step("N"), slicing_step(axes, "N", other.sizes, k))
     rows = max(1, tiles.TILE // max(1, k) // max(1, least)) * max(1, least)
     if rows >= n:
         return make(packed, 0).tensors

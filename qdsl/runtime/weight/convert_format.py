@@ -29,15 +29,15 @@ WIDEST = "f32"
 
 
 @without_autocast
-def converted(format: WeightFormat, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+def converted_weight(format: WeightFormat, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
     """The same numbers in a storage of a format.  Raises FormatError if it cannot hold them.
 
     params: those that the result must have.
     """
     format.complete(params)
     if packed.has_branch:
-        branch_pieces.check_kinds(format, packed)
-        return branch_pieces.converted(packed, converted(format, packed.base, storage, params))
+        branch_pieces.check_branch_kinds(format, packed)
+        return branch_pieces.convert_with_branches(packed, converted_weight(format, packed.base, storage, params))
     is_own = packed.format is format and packed.params == {**packed.params, **params}
     if storage == packed.storage and is_own:
         return packed
@@ -73,12 +73,12 @@ def convert_format(format: WeightFormat, packed: PackedWeight, storage: str, wan
     that would change, and if the storage cannot hold the weight.
     """
     failed: FormatError | None = None
-    for params in _choices(format, packed, wanted):
+    for params in _param_choices(format, packed, wanted):
         try:
             format.storage(storage, params)
             tensors = _Conversion(format, packed, storage, params).tensors()
             converted = PackedWeight(format, storage, tensors, packed.shape, params)
-            left = convert.omitted(converted, converted.layout)
+            left = convert.omitted_tensors(converted, converted.layout)
             return {name: tensor for name, tensor in tensors.items() if name not in left}, params
         except FormatError as error:
             failed = failed or error
@@ -86,7 +86,7 @@ def convert_format(format: WeightFormat, packed: PackedWeight, storage: str, wan
     raise failed
 
 
-def _choices(format: WeightFormat, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+def _param_choices(format: WeightFormat, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
     """Parameters to try: the wanted ones, else those of the weight, then the widest types first."""
     shared: dict[str, int | str] = {}
     for name, values in format.params.items():
@@ -134,18 +134,18 @@ class _Conversion:
 
     def tensors(self) -> dict[str, Tensor]:
         if self._blocks() is not None:
-            code = str(_code(self.packed.variant))
-            blocks = convert.unpacked(self.packed, lambda stored_fields: stored_fields <= {code})
-            if self._agrees(blocks):
+            code = str(_code_field(self.packed.variant))
+            blocks = convert.unpack_needed_fields(self.packed, lambda stored_fields: stored_fields <= {code})
+            if self._is_equal_at_all_codes(blocks):
                 changed = convert.ChangedFields({name for name, way in self.ways.items() if way.bits},
-                                        lambda fields: self._converted(self.packed, {**blocks, code: fields[code]}))
-                tensors = convert.by_words(self.packed, self.other, changed)
+                                        lambda fields: self._convert_fields(self.packed, {**blocks, code: fields[code]}))
+                tensors = convert.move_by_words(self.packed, self.other, changed)
                 if tensors:
                     return tensors
-        return convert.in_rows(self.packed, self.other, self._part)          # the weight may lack the codes that differ
+        return convert.convert_row_tiles(self.packed, self.other, self._convert_part)  # the weight may lack the codes that differ
 
-    def _part(self, part: PackedWeight, start: int) -> PackedWeight:
-        fields = self._converted(part, unpack(part))
+    def _convert_part(self, part: PackedWeight, start: int) -> PackedWeight:
+        fields = self._convert_fields(part, unpack(part))
         converted = pack(self.other.format, fields, self.other.storage, self.other.params)
         _check_equal(part, converted, start)
         return converted
@@ -168,38 +168,40 @@ class _Conversion:
                 ways[name] = _FieldChange(dtype)
             elif self._blocks() is not None and name in self.other.variant.codes:
                 ways[name] = _FieldChange(dtype, code=self.other.variant.codes[name])
-            elif self._blocks() is not None and (choices := _choices_of(kinds[0])) and name in self.packed.variant.codes:
+            elif self._blocks() is not None and (choices := _value_count(kinds[0])) and name in self.packed.variant.codes:
                 ways[name] = _FieldChange(dtype, code=self.packed.variant.codes[name], choices=choices)
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
         return ways
 
-    def _converted(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _convert_fields(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fields of the other format for rows of the weight."""
         converted: dict[str, Tensor] = {}
         for name, way in self.ways.items():
             if way.choices:
                 continue
             if way.code is not None:
-                converted[name] = _at_code(part, fields, way.code).to(way.dtype)
+                converted[name] = _values_at_code(part, fields, way.code).to(way.dtype)
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
                 default_field(part.format.description, part.variant, name, part.shape, part.params, part.device)
             converted[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
-        converted |= {name: self._solved(way, name, converted, fields[name]) for name, way in self.ways.items() if way.choices}
+        converted |= {name: self._solve_integers(way, name, converted, fields[name]) for name, way in self.ways.items()
+                      if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
         return {**converted, **index}
 
-    def _solved(self, way: _FieldChange, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+    def _solve_integers(self, way: _FieldChange, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
         """The integer field that makes the weight at a code `wanted`; the middle one if several or none do."""
         assert way.code is not None
         first = way.choices // 2
         solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
         is_open = torch.ones(wanted.shape, dtype=torch.bool, device=wanted.device)
         for choice in sorted(range(way.choices), key=lambda choice: abs(choice - first)):
-            fits = is_open & (_at_code(self.other, {**converted, name: torch.full_like(solved, choice)}, way.code) == wanted)
+            trial = {**converted, name: torch.full_like(solved, choice)}
+            fits = is_open & (_values_at_code(self.other, trial, way.code) == wanted)
             solved[fits] = choice
             is_open &= ~fits
             if not bool(is_open.any()):
@@ -211,19 +213,19 @@ class _Conversion:
     def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
         """The axes that all fields but the code share in both formats, as blocks of K whose size is a parameter; else None."""
         axes = [_axis_steps(field) for weight in (self.packed, self.other) for name, field in _fields(weight.variant).items()
-                if name != _code(weight.variant)]
-        same = bool(axes) and all(steps == axes[0] for steps in axes) and None not in map(_code, (self.packed.variant,
+                if name != _code_field(weight.variant)]
+        same = bool(axes) and all(steps == axes[0] for steps in axes) and None not in map(_code_field, (self.packed.variant,
                                                                                                self.other.variant))
         whole = same and [dim for dim, _ in axes[0]] == ["N", "K"] and not axes[0][0][1]
         return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
 
-    def _agrees(self, fields: dict[str, Tensor]) -> bool:
+    def _is_equal_at_all_codes(self, fields: dict[str, Tensor]) -> bool:
         """Whether every code of every block is the same number in both formats; the codes field may have no numbers."""
-        converted = self._converted(self.packed, fields)
+        converted = self._convert_fields(self.packed, fields)
         sides = [(part, {name: _decodable(value) for name, value in values.items()})
                  for part, values in ((self.packed, fields), (self.other, converted))]
         for code in range(_count(self.packed.variant)):
-            before, after = (_at_code(part, values, code) for part, values in sides)
+            before, after = (_values_at_code(part, values, code) for part, values in sides)
             if not torch.equal(before, after) and bool(_wrong(before, after).any()):
                 return False
         return True
@@ -233,7 +235,7 @@ def _fields(variant: Variant) -> dict[str, Field]:
     return {name: field for name, field in variant.fields.items() if field.groups is None}
 
 
-def _code(variant: Variant) -> str | None:
+def _code_field(variant: Variant) -> str | None:
     """The codes field, which has a value per weight; None if there is none."""
     codes = [name for name, field in _fields(variant).items() if _axis_steps(field) == [("N", ()), ("K", ())]]
     kind = find_number(variant.fields[codes[0]].type) if len(codes) == 1 else None
@@ -246,18 +248,18 @@ def _decodable(value: Tensor) -> Tensor:
 
 
 def _count(variant: Variant) -> int:
-    return 1 << number(variant.fields[str(_code(variant))].type).bits
+    return 1 << number(variant.fields[str(_code_field(variant))].type).bits
 
 
-def _at_code(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
+def _values_at_code(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
     """The values of weights with this code, float32 [N, blocks]."""
-    name = str(_code(part.variant))
+    name = str(_code_field(part.variant))
     blocks = {key: value for key, value in fields.items() if key in _fields(part.variant) and key != name}
     one = next(iter(blocks.values()))
     return part.variant.decode(**blocks, **{name: torch.full(one.shape, code, dtype=torch.uint8, device=one.device)})
 
 
-def _choices_of(kind: str) -> int:
+def _value_count(kind: str) -> int:
     """The number of values of an unsigned integer type of up to 8 bits; 0 for other types."""
     scalar = find_number(kind)
     is_small = scalar is not None and not scalar.is_float and scalar.kind == "unsigned" and scalar.bits <= 8

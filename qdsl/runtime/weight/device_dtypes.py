@@ -45,7 +45,7 @@ def as_bytes_like(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if is_float8(tensor.dtype) and like.dtype == torch.uint8 else tensor
 
 
-def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:
+def move_tensor(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:
     """move(tensor) for a stored tensor of a dtype; 8-bit floats move as bytes to and from devices that lack them."""
     if not is_float8(dtype):
         return move(tensor)

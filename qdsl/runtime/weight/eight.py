@@ -23,7 +23,7 @@ LARGEST = {"e4m3": 448.0, "i8": 127.0}
 SMALLEST = 2.0 ** -126                                           # a normal number, so that flushing subnormals does not matter
 
 
-def check(packed: PackedWeight) -> None:
+def check_quantize_x(packed: PackedWeight) -> None:
     """Raises FormatError unless the weight can be multiplied by 8-bit x."""
     kernels = packed.layout.kernels.matrix_unit
     name = f"{packed.format.name}.{packed.storage}"
@@ -34,10 +34,10 @@ def check(packed: PackedWeight) -> None:
             raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
 
 
-def is_possible(packed: PackedWeight) -> bool:
+def can_quantize_x(packed: PackedWeight) -> bool:
     """Whether the weight can be multiplied by 8-bit x."""
     try:
-        check(packed)
+        check_quantize_x(packed)
     except FormatError:
         return False
     return True
@@ -49,7 +49,7 @@ def storage_for(packed: PackedWeight) -> str:
     return next((name for name, layout in storages if layout.kernels.matrix_unit and layout.kernels.matrix_unit.eight), "")
 
 
-def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def quantize_x(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups.
 
     scale: a static scale, used instead of scales from x.
@@ -71,13 +71,13 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
     return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
 
 
-def quantized_and_back(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
+def fake_quantize_x(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
     """x [M, K] quantized for a weight and dequantized: float32 [M, K], or float64 for float64 x.  scale: a static one."""
     kernel = _own(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.to(dtype)
-    codes, scales = quantized(x, kernel.type, kernel.groups, scale)
+    codes, scales = quantize_x(x, kernel.type, kernel.groups, scale)
     wide = scales.to(dtype).repeat_interleave(CHUNK if kernel.groups else x.shape[1], 1)[:, :x.shape[1]]
     return codes.to(dtype) * wide
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from qdsl.core.numbers import find_number
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, branch_pieces, order, streams
-from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
+from qdsl.runtime.weight.assemble import assemble, check_shape, has_columns_in_order
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.gather import group_size
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.match import stored_dtype, torch_dtype
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, shape_tensor
-from qdsl.runtime.weight.wrap import unfilled
+from qdsl.runtime.weight.wrap import unfilled_indices
 
 
 @without_autocast
@@ -29,7 +29,7 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     fields = bfloat16.fields_of(stored, (stored.tensors.get(name) for name in packed.layout.coded))
     if packed.order is None:
         return fields
-    fields = _moved(packed.variant, fields, order.places(packed.order))
+    fields = _permute_columns(packed.variant, fields, order.inverse_order(packed.order))
     index = order.index_of(packed.order, group_size(packed))
     return {**fields, **{name: index for name, field in packed.variant.fields.items() if field.type == "index"}}
 
@@ -49,8 +49,8 @@ def pack(format: WeightFormat, fields: Mapping[str, Tensor], storage: str | None
     added = {role for branch in next(iter(format.variants.values())).plus for role in branch.tensors} & present.keys()
     if added:
         base = pack(format, {key: value for key, value in present.items() if key not in added}, storage, params)
-        packed = branch_pieces.with_fields(base, {key: present[key] for key in added})
-        branch_pieces.check(packed)
+        packed = branch_pieces.with_branches(base, {key: present[key] for key in added})
+        branch_pieces.check_branches(packed)
         return packed
     chosen = format.complete({**_dtype_params(format, present), **params})
     name, layout = format.storage(storage, chosen)
@@ -64,9 +64,9 @@ def pack(format: WeightFormat, fields: Mapping[str, Tensor], storage: str | None
     columns: Tensor | None = None
     for key, field in others.items():
         if not is_default(variant, key, field, sizes):
-            extra = _order_of(format, layout, name, key, field, shape, chosen)
+            extra = _order_from_index(format, layout, name, key, field, shape, chosen)
             columns = order.columns(extra[layout.order])
-            present = _moved(variant, present, columns)
+            present = _permute_columns(variant, present, columns)
     present |= {key: default_field(format.description, variant, key, shape, chosen, next(iter(present.values())).device)
              for key in layout.always if key not in present}
     stored = [key for key in variant.fields if key not in layout.where]
@@ -76,7 +76,7 @@ def pack(format: WeightFormat, fields: Mapping[str, Tensor], storage: str | None
     check_shape(format, name, layout.decoded, shape, sizes, present)
     extents = {**sizes, "N": shape[0], "K": shape[1]}
     arranged = bfloat16.tensors_of(variant, layout, {key: present.get(key) for key in stored}, extents)
-    places = order.places(columns) if columns is not None and layout.unordered else None
+    places = order.inverse_order(columns) if columns is not None and layout.unordered else None
     tensors = {key: (arranged[key] if places is None or key not in layout.unordered else arranged[key][places]).contiguous()
                for key in layout.decoded.tensors if key in arranged}
     with stream_errors(format.name):
@@ -84,22 +84,22 @@ def pack(format: WeightFormat, fields: Mapping[str, Tensor], storage: str | None
     if layout.shape:
         extra[layout.shape] = shape_tensor(shape, next(iter(tensors.values())).device)
     packed = assemble(format, name, {**tensors, **extra}, shape, chosen)
-    for key in unfilled(format, packed):
+    for key in unfilled_indices(format, packed):
         raise FormatError(f"{format.name}.{name}: '{key}' would have one value for all columns, which readers take for missing")
     return packed
 
 
-def _order_of(format: WeightFormat, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
-              params: Mapping[str, int | str]) -> dict[str, Tensor]:
+def _order_from_index(format: WeightFormat, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
+                      params: Mapping[str, int | str]) -> dict[str, Tensor]:
     """The order of columns that replaces an index which a storage does not store.  Raises FormatError for other fields."""
     variant = format.variant(params)
     default = variant.defaults[name]
     if default is not None or not layout.order:
         raise FormatError(f"{format.name}.{storage} cannot hold '{name}': it has its default there "
                           f"({'columns in order' if default is None else default})")
-    check_columns(format, name, field, False, shape, params)
+    has_columns_in_order(format, name, field, False, shape, params)
     assert variant.index_groups is not None
-    if why := order.uneven(field, variant.index_groups.by(format.sizes(params, shape))):
+    if why := order.why_uneven_groups(field, variant.index_groups.by(format.sizes(params, shape))):
         raise FormatError(f"{format.name}.{storage} cannot hold '{name}', because it stores columns by groups: {why}")
     return {layout.order: order.by_groups(field).to(stored_dtype(layout.tensors[layout.order].dtype))}
 
@@ -146,7 +146,7 @@ def _check_field(format: WeightFormat, variant: Variant, name: str, value: Tenso
                               f"to {high}")
 
 
-def _moved(variant: Variant, fields: Mapping[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
+def _permute_columns(variant: Variant, fields: Mapping[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
     """Fields of the weight with column j = old column columns[j]; fields of groups do not move."""
     moved = dict(fields)
     for name, field in fields.items():

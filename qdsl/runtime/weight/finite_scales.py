@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import FLOATS, number
-from qdsl.core.slices import Piece
+from qdsl.core.slices import FieldPiece
 from qdsl.runtime.weight.arrays import as_type
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import torch_dtype
@@ -37,7 +37,7 @@ def scale_error(packed: PackedWeight) -> str:
     floats = [tensor for name, tensor in base.tensors.items() if tensor.is_floating_point()
               and {axis.text for axis in base.layout.tensors[name].axes} != WEIGHT]
     is_suspect = any(map(_has_special, floats)) or (len(floats) < len(kinds) and _has_special_bytes(base, kinds))
-    return _error(base.decode_streams(), kinds) if is_suspect else ""
+    return _special_value_text(base.decode_streams(), kinds) if is_suspect else ""
 
 
 def refuse_special_scales(packed: PackedWeight) -> PackedWeight:
@@ -47,11 +47,11 @@ def refuse_special_scales(packed: PackedWeight) -> PackedWeight:
     return packed
 
 
-def _error(packed: PackedWeight, kinds: Mapping[str, str]) -> str:
+def _special_value_text(packed: PackedWeight, kinds: Mapping[str, str]) -> str:
     """The first number that is not finite; padding, which is no field, may hold anything."""
     tensors = map(packed.tensors.get, packed.layout.coded)
     for name, field in packed.layout.fields_of(tensors, packed.extents).items():
-        special = _special(field, kinds[name]) if name in kinds else None
+        special = _special_mask(field, kinds[name]) if name in kinds else None
         if special is not None and bool(special.any()):
             index = torch.nonzero(special)[0]
             value = field[tuple(index)]
@@ -85,7 +85,7 @@ def _has_special_codes(codes: Tensor, kind: str) -> bool:
     return any(bool((codes == code).any()) for code in _special_codes(kind))
 
 
-def _special(field: Tensor, kind: str) -> Tensor:
+def _special_mask(field: Tensor, kind: str) -> Tensor:
     """Which numbers of a field are NaN or infinite."""
     if field.element_size() > 1:
         return ~torch.isfinite(field)
@@ -98,14 +98,14 @@ def _has_special_bytes(packed: PackedWeight, kinds: Mapping[str, str]) -> bool:
     for name, tensor in packed.tensors.items() if packed.numel() else ():
         for piece in packed.layout.tensors[name].slices if not tensor.is_floating_point() else ():
             if piece.field in kinds:
-                floats = _floats(packed, name, piece, torch_dtype(kinds[piece.field]))
+                floats = _strided_floats(packed, name, piece, torch_dtype(kinds[piece.field]))
                 if floats is None or (_has_special_codes(floats.view(torch.uint8), kinds[piece.field])
                                       if floats.element_size() == 1 else _has_special(floats)):
                     return True
     return False
 
 
-def _floats(packed: PackedWeight, name: str, piece: Piece, dtype: torch.dtype) -> Tensor | None:
+def _strided_floats(packed: PackedWeight, name: str, piece: FieldPiece, dtype: torch.dtype) -> Tensor | None:
     """The floats of a field that a tensor of records holds, as a view; None if they do not lie at strides of whole floats."""
     placed, bits = packed.placed(name, piece), 8 * dtype.itemsize
     digits = [] if placed is None else [digit for coordinate in placed.coordinates for digit in coordinate]

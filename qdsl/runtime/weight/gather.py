@@ -22,7 +22,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GatherSource:
     """The rows, by number (int64 on the CPU), and columns [start, stop) of a weight to make a new weight from."""
 
     packed: PackedWeight
@@ -31,7 +31,7 @@ class Source:
     stop: int
 
     @classmethod
-    def whole(cls, packed: PackedWeight) -> Source:
+    def whole(cls, packed: PackedWeight) -> GatherSource:
         """All rows and columns of a weight."""
         return cls(packed, torch.arange(packed.shape[0], device="cpu"), 0, packed.shape[1])
 
@@ -42,14 +42,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherPlan:
     """For every field the axes and element numbers to gather; and the group of each column, if columns are not in order."""
 
     elements: Mapping[str, list[tuple[int, Tensor]]]
     index: Tensor | None
 
 
-def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
+def plan_gather(source: GatherSource, sizes: Mapping[str, int]) -> GatherPlan:
     """How to gather fields for the rows and columns of `source`, in blocks of `sizes`.
 
     Raises FormatError if a block of the result would have weights from several blocks of the source.
@@ -67,17 +67,18 @@ def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
                     and source.shape[1] < source.packed.shape[1]:
                 raise FormatError(f"one value of '{name}' is for columns that are stored side by side, and these lie all over K")
             elif axis.dim in ("N", "K", "N*K"):
-                elements[name].append((place, _elements(source, sizes, name, axis)))
-    return Gather(elements, index)
+                elements[name].append((place, _source_elements(source, sizes, name, axis)))
+    return GatherPlan(elements, index)
 
 
-def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_fields(source: GatherSource, sizes: Mapping[str, int], gather: GatherPlan, fields: Mapping[str, Tensor],
+                  ) -> dict[str, Tensor]:
     """The fields of the rows and columns of `source`; `fields` are those of its weight."""
     packed, result = source.packed, dict(fields)
     for name, value in fields.items():
         if packed.variant.fields[name].groups is None:
             for place, elements in gather.elements[name]:
-                result[name] = _take(result[name], place, elements)
+                result[name] = _take_elements(result[name], place, elements)
         elif gather.index is not None:
             result[name] = gather.index.to(value.device)
         else:
@@ -107,7 +108,8 @@ def is_scattered(variant: Variant) -> bool:
     return variant.cuts[1] == "1"
 
 
-def _groups_taken(source: Source, sizes: Mapping[str, int], groups: Axis, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _groups_taken(source: GatherSource, sizes: Mapping[str, int], groups: Axis, index: Tensor,
+                  ) -> tuple[Tensor | None, Tensor | None]:
     """The groups of the columns of `source`, padded to the number that the result has, and its index.
 
     None for all groups in order; no index if only one group is left, which all groups of the result then repeat.
@@ -123,13 +125,13 @@ def _groups_taken(source: Source, sizes: Mapping[str, int], groups: Axis, index:
     return taken, None if used.numel() == 1 else torch.searchsorted(used, part).to(torch.int32)
 
 
-def _elements(source: Source, sizes: Mapping[str, int], name: str, axis: Axis) -> Tensor:
+def _source_elements(source: GatherSource, sizes: Mapping[str, int], name: str, axis: Axis) -> Tensor:
     """For each element of a field's axis in the result, its element in the source."""
     old, new = axis.by(source.packed.sizes), axis.by(sizes)
     if axis.dim == "N*K":
         if is_scattered(source.packed.variant):
             raise FormatError(f"one value of '{name}' is for weights all over the matrix")
-        elements = _flat_elements(source, old, new)
+        elements = _flat_source_elements(source, old, new)
         unit = "weights of consecutive rows"
     else:
         units = source.rows if axis.dim == "N" else torch.arange(source.start, source.stop, device="cpu")
@@ -142,7 +144,7 @@ def _elements(source: Source, sizes: Mapping[str, int], name: str, axis: Axis) -
     return elements
 
 
-def _flat_elements(source: Source, old: int, new: int) -> Tensor | None:
+def _flat_source_elements(source: GatherSource, old: int, new: int) -> Tensor | None:
     """The same for blocks of consecutive weights across row ends; None if a block would mix several source blocks.
 
     A run of rows ends at the end of a block; its rows, and the columns of each, must be consecutive.
@@ -162,7 +164,7 @@ def _flat_elements(source: Source, old: int, new: int) -> Tensor | None:
     return first // old if torch.equal(first // old, last // old) else None
 
 
-def _take(value: Tensor, place: int, elements: Tensor) -> Tensor:
+def _take_elements(value: Tensor, place: int, elements: Tensor) -> Tensor:
     """Elements along an axis; a view if they are consecutive."""
     first, count = int(elements[0]) if elements.numel() else 0, elements.numel()
     if torch.equal(elements, torch.arange(first, first + count, device="cpu")):

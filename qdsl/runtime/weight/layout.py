@@ -108,7 +108,7 @@ class Kernels:
         """Constants of kernels that decode unit by unit."""
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
-    def rounds(self, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def rounds_tables(self, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether kernels for matrix units round weights because x's dtype does not hold all numbers of a table.
 
         tensors: of the weight.
@@ -207,7 +207,7 @@ class Storage:
         """The tensors that pack returns for all its fields, None if one is missing."""
         return _present(self.pack(**fields, **{name: extents[name] for name in self.extents}))
 
-    def why_not(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
+    def why_unsupported_shape(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
         """Why the storage does not support weights of this shape (too few elements, or another N or K); '' if it does."""
         for dim, extent in zip("NK", shape, strict=True):
             if self.fixed.get(dim, extent) != extent:

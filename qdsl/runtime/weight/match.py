@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qdsl.core.stored import Description, LayoutMismatch, TensorInfo, element_dtype, field_dtype, fits
+from qdsl.core.stored import Description, LayoutMismatch, TensorInfo, element_dtype, field_dtype, storage_fits
 from qdsl.runtime.weight.errors import FormatError
 
 
@@ -35,7 +35,7 @@ def matches(description: Description, tensors: Mapping[str, Tensor], shape: tupl
     infos = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
              for name, tensor in tensors.items()}
     try:
-        fitting = fits(description, infos, shape, storage, params)
+        fitting = storage_fits(description, infos, shape, storage, params)
     except LayoutMismatch as miss:
         raise FormatError(str(miss)) from None
     return [Match(fit.storage, fit.params, fit.shape,

@@ -16,7 +16,7 @@ def _codes(code: Tensor) -> Tensor:
     return code.view(torch.int8).to(torch.int32)
 
 
-def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
+def _bits_to_float(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
     """Sign, exponent and mantissa moved to their places in float32, and scaled by a power of two: exact, also for subnormals.
 
     Works in place on `code`, an int32 tensor of the caller.
@@ -26,7 +26,7 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
     return bits.view(torch.float32).mul_(2.0 ** (127 - bias))
 
 
-def _holds(codes: Tensor, code: int) -> bool:
+def _has_largest_code(codes: Tensor, code: int) -> bool:
     """Whether some code is `code`, the largest possible: one fast pass decides whether special codes need work.
 
     True in a traced program, whose codes are not known.
@@ -36,9 +36,9 @@ def _holds(codes: Tensor, code: int) -> bool:
 
 def e4m3(code: Tensor) -> Tensor:
     """float32 of E4M3 codes (OCP): 0x7F and 0xFF are NaN."""
-    value = _scaled(_codes(code), 3, 7, 7)
+    value = _bits_to_float(_codes(code), 3, 7, 7)
     size = code.view(torch.uint8) & 127
-    return value.masked_fill_(size == 127, torch.nan) if _holds(size, 127) else value
+    return value.masked_fill_(size == 127, torch.nan) if _has_largest_code(size, 127) else value
 
 
 def e5m2(code: Tensor) -> Tensor:
@@ -48,31 +48,31 @@ def e5m2(code: Tensor) -> Tensor:
 
 def e4m3fnuz(code: Tensor) -> Tensor:
     """float32 of E4M3FNUZ codes: 0x80 is NaN."""
-    value = _scaled(_codes(code), 3, 8, 7)
+    value = _bits_to_float(_codes(code), 3, 8, 7)
     lone = code.view(torch.uint8) ^ 127                          # turns 0x80 into the largest code
-    return value.masked_fill_(lone == 255, torch.nan) if _holds(lone, 255) else value
+    return value.masked_fill_(lone == 255, torch.nan) if _has_largest_code(lone, 255) else value
 
 
 def e5m2fnuz(code: Tensor) -> Tensor:
     """float32 of E5M2FNUZ codes: 0x80 is NaN."""
-    value = _scaled(_codes(code), 2, 16, 7)
+    value = _bits_to_float(_codes(code), 2, 16, 7)
     lone = code.view(torch.uint8) ^ 127
-    return value.masked_fill_(lone == 255, torch.nan) if _holds(lone, 255) else value
+    return value.masked_fill_(lone == 255, torch.nan) if _has_largest_code(lone, 255) else value
 
 
 def e3m2(code: Tensor) -> Tensor:
     """float32 of E3M2 codes: the low 6 bits of uint8."""
-    return _scaled(_codes(code << 2) >> 2, 2, 3, 5)
+    return _bits_to_float(_codes(code << 2) >> 2, 2, 3, 5)
 
 
 def e2m3(code: Tensor) -> Tensor:
     """float32 of E2M3 codes: the low 6 bits of uint8."""
-    return _scaled(_codes(code << 2) >> 2, 3, 1, 5)
+    return _bits_to_float(_codes(code << 2) >> 2, 3, 1, 5)
 
 
 def e2m1(code: Tensor) -> Tensor:
     """float32 of E2M1 codes: the low 4 bits of uint8; code 8 is -0."""
-    return _scaled(_codes(code << 4) >> 4, 1, 1, 3)
+    return _bits_to_float(_codes(code << 4) >> 4, 1, 1, 3)
 
 
 def e8m0(code: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def e8m0h(code: Tensor) -> Tensor:
 
 def ue4m3(code: Tensor) -> Tensor:
     """float32 of ggml's unsigned E4M3: the magnitude of E4M3, bit 7 ignored, 0x7F is 0."""
-    return _scaled(code.view(torch.uint8).to(torch.int32) & 127, 3, 7, 7).masked_fill_(code.view(torch.uint8) == 127, 0)
+    return _bits_to_float(code.view(torch.uint8).to(torch.int32) & 127, 3, 7, 7).masked_fill_(code.view(torch.uint8) == 127, 0)
 
 
 _MINIFLOATS = {"e3m2": (2, 3, 28.0, 32), "e2m3": (3, 1, 7.5, 32), "e2m1": (1, 1, 6.0, 8), "e4m3": (3, 7, 448.0, 128),

@@ -18,7 +18,7 @@ def columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32) & 0xFFFF
 
 
-def uneven(index: Tensor, size: int) -> str:
+def why_uneven_groups(index: Tensor, size: int) -> str:
     """Why columns with this index, int [K], cannot be stored by groups of `size`; '' if they can."""
     if index.is_meta:
         return "its values are not there yet"
@@ -43,7 +43,7 @@ def by_groups(index: Tensor) -> Tensor:
     return index.argsort(stable=True).to(torch.int32)
 
 
-def places(order: Tensor) -> Tensor:
+def inverse_order(order: Tensor) -> Tensor:
     """The place of each column, the inverse of an order: int64 [K]."""
     inverse = torch.empty(order.shape, dtype=torch.int64, device=order.device)
     inverse[order.long()] = torch.arange(order.numel(), device=order.device)
@@ -52,10 +52,10 @@ def places(order: Tensor) -> Tensor:
 
 def index_of(order: Tensor, size: int) -> Tensor:
     """The index of columns with this order, in groups of `size`: int32 [K]."""
-    return (places(order) // size).to(torch.int32)
+    return (inverse_order(order) // size).to(torch.int32)
 
 
-def wrong_index(index: Tensor, groups: int) -> str:
+def why_wrong_index(index: Tensor, groups: int) -> str:
     """What is wrong with a checkpoint's index, int [K]; '' if all its groups exist."""
     outside = torch.nonzero((index < 0) | (index >= groups))
     if not outside.numel():
@@ -64,7 +64,7 @@ def wrong_index(index: Tensor, groups: int) -> str:
     return f"puts column {column} into group {int(index[column])}; there are groups 0 to {groups - 1}"
 
 
-def wrong_order(order: Tensor, size: int) -> str:
+def why_wrong_order(order: Tensor, size: int) -> str:
     """What is wrong with a checkpoint's order, int [K]; '' if it is one of groups of `size`."""
     k = order.numel()
     outside = torch.nonzero((order < 0) | (order >= k))

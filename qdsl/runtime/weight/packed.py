@@ -14,15 +14,15 @@ from torch import Tensor
 
 from qdsl.core.borders import UNITS
 from qdsl.core.numbers import find_number
-from qdsl.core.shapes import compiled_step, granule
-from qdsl.core.slices import Piece, Placed
+from qdsl.core.shapes import compiled_step, slicing_step
+from qdsl.core.slices import FieldPiece, PlacedPiece
 from qdsl.core.stored import PLANAR, Description, Stored
 from qdsl.core.text import byte_text, html_table, shortened
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import on_device, runs_kernels
 from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.branch_tensors import branch_step
-from qdsl.runtime.weight.device_dtypes import dtype_on, moved
+from qdsl.runtime.weight.device_dtypes import dtype_on, move_tensor
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
 from qdsl.runtime.weight.errors import stream_errors
@@ -31,7 +31,7 @@ from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.no_tensor import NoTensor
 from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
 from qdsl.runtime.weight.picture import picture_of
-from qdsl.runtime.weight.products import Plan
+from qdsl.runtime.weight.products import ProductPlan
 from qdsl.runtime.weight.routing import Offsets
 from qdsl.runtime.weight.spec import Spec
 
@@ -97,7 +97,7 @@ class PackedWeight(NoTensor):
 
     tensors: the storage's tensors by name, in storage order, without missing optional ones.  shape: (N, K).  params: every
     parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is read.  stream_info: the
-    result of streams.check for its streams; '' before.  names: the checkpoint's names of tensors, if different.  Only the
+    result of streams.validated_stream_info for its streams; '' before.  names: the checkpoint's names, if different.  Only the
     format's own functions make one, which validate shapes, dtypes and indices.
     """
 
@@ -127,9 +127,9 @@ class PackedWeight(NoTensor):
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, tuple[int, str]] = {}
         self._base: PackedWeight | None = None
-        self.plan: Plan | None = None                            # products keep these two for the next product with `base`; they
+        self.plan: ProductPlan | None = None                     # products keep these two for the next product with `base`; they
         self.dense: Dense | None = None                          # are neither pickled nor derived
-        self.stored_plan: Plan | None = None                     # of the weight that as_stored() returns
+        self.stored_plan: ProductPlan | None = None              # of the weight that as_stored() returns
         self.keeps_copy = False                                  # whether a CPU may keep an interleaved copy of it
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -317,7 +317,8 @@ class PackedWeight(NoTensor):
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """The weight on another device; raises for another dtype, because stored dtypes belong to the format."""
         dtypes = self.dtypes
-        return self.derive({name: _moved(tensor, dtypes[name], moved(tensor, dtypes[name], lambda part: part.to(*args, **kwargs)))
+        return self.derive({name: _same_dtype(tensor, dtypes[name],
+                                              move_tensor(tensor, dtypes[name], lambda part: part.to(*args, **kwargs)))
                             for name, tensor in self.tensors.items()})
 
     @property
@@ -332,7 +333,7 @@ class PackedWeight(NoTensor):
         """Whether every row is stored separately, so that `rows` gathers rows of tensors and decodes nothing."""
         if self.has_branch:
             return self.base.has_separate_rows and branch_step(self.variant.plus, self.tensors, "N") == 1
-        return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
+        return self._cut_step("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
 
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
         """The weight of these rows, index int64 or int32 [M] in any order, with repeats; gathered, not decoded, if possible.
@@ -350,7 +351,7 @@ class PackedWeight(NoTensor):
         whole = max(1, self.shape[dim == "K"])
         if self.has_branch:
             return min(whole, lcm(self.base.step(dim), branch_step(self.variant.plus, self.tensors, dim)))
-        step, _ = self._granule(dim)
+        step, _ = self._cut_step(dim)
         return next((size for size in range(step, whole, step)
                      if not self._why_not(dim, size) and not self._why_not(dim, whole % size or size)), whole)
 
@@ -391,12 +392,12 @@ class PackedWeight(NoTensor):
             raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
         if (start, stop) == (0, whole):
             return ""
-        step, why = self._steps.get(dim) or self._steps.setdefault(dim, self._granule(dim))
+        step, why = self._steps.get(dim) or self._steps.setdefault(dim, self._cut_step(dim))
         if self.layout.streams or any(border % step and border != whole for border in (start, stop)):
             return why
         return self._why_not(dim, stop - start) if stop > start else ""
 
-    def _granule(self, dim: str) -> tuple[int, str]:
+    def _cut_step(self, dim: str) -> tuple[int, str]:
         """The step of rows or columns at whose multiples tensors can be sliced, all if none, and why not elsewhere."""
         whole = max(1, self.shape[dim == "K"])
         if self.layout.streams:
@@ -414,13 +415,14 @@ class PackedWeight(NoTensor):
         if dim == "K" and any(axis.sections for axis in axes):
             return whole, "its rows have sections, so only rows can be cut"
         fields = [axis for field in self.variant.fields.values() for axis in field.axes]
-        step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
+        step = slicing_step([*axes, *fields], dim, self.sizes, self.shape[1])
         return step, f"its blocks and words have {step} {UNITS[dim]}"
 
     def _why_not(self, dim: str, size: int) -> str:
         """Why the storage has no weight of so many rows or columns; '' if it has."""
         shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
-        return self.layout.why_not(shape, self.format.sizes(self.params, shape)) if self.layout.least or self.layout.fixed else ""
+        is_limited = self.layout.least or self.layout.fixed
+        return self.layout.why_unsupported_shape(shape, self.format.sizes(self.params, shape)) if is_limited else ""
 
     @cached_property
     def has_kernels(self) -> bool:
@@ -446,7 +448,7 @@ class PackedWeight(NoTensor):
         return [name for name, stored in self.layout.tensors.items()
                 if name in self.tensors and (name == self.layout.order or stored.dtype == "index")]
 
-    def placed(self, name: str, piece: Piece) -> Placed | None:
+    def placed(self, name: str, piece: FieldPiece) -> PlacedPiece | None:
         """A piece of a field in a tensor as strides of bits; None if it is not at such strides."""
         tensor = self.tensors[name]
         return self.layout.tensors[name].placed(piece, tensor.shape, 8 * tensor.element_size(),
@@ -483,7 +485,7 @@ def _rebuilt(format: WeightFormat, storage: str, tensors: Mapping[str, Tensor], 
                         notes=notes, names=names, is_decoded=is_decoded, stream_info=stream_info)
 
 
-def _moved(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+def _same_dtype(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
     if after.dtype != dtype_on(after.device, dtype):
         raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}; "
                           f"`dequantize({after.dtype})` decodes it")

@@ -20,7 +20,7 @@ def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
     wide = {key: value for key, value in packed.tensors.items() if key not in packed.in_order}
     name = packed.variant.storages[PLANAR].order
     for key in packed.moved_indices:
-        why = order.uneven(wide[key], group_size(packed)) if name else "columns are out of order"
+        why = order.why_uneven_groups(wide[key], group_size(packed)) if name else "columns are out of order"
         if why:
             return f"'{key}': {why}"
     for stored in packed.variant.storages[PLANAR].tensors.values():

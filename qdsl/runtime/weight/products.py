@@ -1,6 +1,6 @@
 """Products that are ready to run again, for all weights of one description.
 
-`quick` is every later product with the same shapes: it looks up and runs.  A plan holds neither tensors nor addresses: weights
+`run_prepared` is every later product of these shapes: it looks up and runs.  A plan holds neither tensors nor addresses: weights
 may move, be replaced, freed or offloaded.  It is not pickled.
 """
 
@@ -28,7 +28,7 @@ class Prepared(Protocol):
     def reshaped(self, sizes: tuple[int, ...]) -> Prepared: ...
 
 
-class Plan:
+class ProductPlan:
     """The choices and prepared products for all weights of one description.
 
     note: advice on the storage, set when a product has run; '' if the storage is the fastest and is read in place.
@@ -51,17 +51,17 @@ class Plan:
         self.ready: dict[tuple[Any, ...], Prepared] = {}
 
 
-PLANS: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
+PLANS: WeakValueDictionary[tuple[Any, ...], ProductPlan] = WeakValueDictionary()
 
 
-def forget() -> None:
+def forget_products() -> None:
     """Forget all choices and prepared products."""
     for plan in list(PLANS.values()):
         plan.choices.clear()
         plan.ready.clear()
 
 
-def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
+def run_prepared(x: Tensor, plan: ProductPlan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
     """The product of x [..., K] by a prepared one; None if there is none for these tensors.
 
     tensors: those of plan.names, on the device of x.  Only products in the same mode may fill plan.ready.  An entry exists only
@@ -69,22 +69,22 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     """
     kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
     ready = plan.ready.get(kind)
-    if ready is None and (ready := _reshaped(plan, *kind)) is None:
+    if ready is None and (ready := _prepared_for_rows(plan, *kind)) is None:
         return None
     return ready.run(x, tensors, bias)
 
 
-def prepared(plan: Plan, x: Tensor, bias: Tensor | None, mode: str) -> Prepared | None:
-    """The prepared product that `quick` runs for an x; None if there is none."""
+def prepared(plan: ProductPlan, x: Tensor, bias: Tensor | None, mode: str) -> Prepared | None:
+    """The prepared product that `run_prepared` runs for an x; None if there is none."""
     kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
-    return plan.ready.get(kind) or _reshaped(plan, *kind)
+    return plan.ready.get(kind) or _prepared_for_rows(plan, *kind)
 
 
-def keep(plan: Plan, x: Tensor, bias: Tensor | None, mode: str, ready: Prepared) -> None:
+def keep(plan: ProductPlan, x: Tensor, bias: Tensor | None, mode: str, ready: Prepared) -> None:
     _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)
 
 
-def _reshaped(plan: Plan, shape: Size, *kind: Any) -> Prepared | None:
+def _prepared_for_rows(plan: ProductPlan, shape: Size, *kind: Any) -> Prepared | None:
     """The prepared product for the number of rows of x [..., K], cached for this shape too; None if there is none."""
     n, k = plan.shape
     if len(shape) == 2 or not shape or shape[-1] != k:
@@ -96,7 +96,7 @@ def _reshaped(plan: Plan, shape: Size, *kind: Any) -> Prepared | None:
     return ready
 
 
-def _keep(plan: Plan, key: tuple[Any, ...], ready: Prepared) -> None:
+def _keep(plan: ProductPlan, key: tuple[Any, ...], ready: Prepared) -> None:
     if len(plan.ready) >= MOST:
         plan.ready.clear()
     plan.ready[key] = ready

@@ -46,9 +46,9 @@ def quantize(format: WeightFormat, weight: Tensor, storage: str | None, importan
     chosen = {**layout.options, **scheme_options, **(importances if variant.importance else {})}
     whole = full_template(format, name, shape, params)
     rows = _encoded(whole, weight, sizes, {**sizes, **types, **chosen})
-    quantized = _stacked(whole, (pack(format, fields, name, params) for fields in rows))
+    quantized = _join_rows(whole, (pack(format, fields, name, params) for fields in rows))
     free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have the tensors that any needs
-    left = set() if free else convert.omitted(quantized, layout)
+    left = set() if free else convert.omitted_tensors(quantized, layout)
     if not left:
         return quantized
     return quantized.derive({key: tensor for key, tensor in quantized.tensors.items() if key not in left})
@@ -74,10 +74,10 @@ def _encoded(packed: PackedWeight, weight: Tensor, sizes: Mapping[str, int], opt
     index = {key: default_field(format.description, variant, key, packed.shape, params, weight.device)
              for key, field in variant.fields.items() if field.type == "index" and key not in (*layout.where, *layout.omits)}
     for fields in tiles.encode_rows(variant, weight, sizes, options, packed.step("N")):
-        yield {**fields, **index, **_zeros(variant, fields, params)}
+        yield {**fields, **index, **_appended_zeros(variant, fields, params)}
 
 
-def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> dict[str, Tensor]:
+def _appended_zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> dict[str, Tensor]:
     """Zeros for the appended numbers of each row."""
     zeros: dict[str, Tensor] = {}
     for name in variant.appended:
@@ -87,7 +87,7 @@ def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, 
     return zeros
 
 
-def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
+def _join_rows(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
     """The weight with the rows of all parts, in order.  whole: a weight of the full shape, without numbers."""
     start = 0
     for part in parts:

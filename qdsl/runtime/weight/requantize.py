@@ -52,7 +52,7 @@ class Report(Displayed):
         return f"largest error {self.largest:.4g}, root mean square {self.rms:.4g}, signal to noise {self.decibels:.2f} dB"
 
 
-def compare(weight: Tensor, stored: PackedWeight | Tensor) -> Report:
+def weight_error(weight: Tensor, stored: PackedWeight | Tensor) -> Report:
     """The errors of a packed or rounded weight [N, K] against its source floats [N, K], by tiles of rows."""
     largest = noise = signal = 0.0
     for start, stop in [(0, len(weight))] if isinstance(stored, Tensor) else tiles.row_tiles(stored):

@@ -23,7 +23,7 @@ class RowCodes:
 
     def __init__(self, order: tuple[int, ...], **fields: Table | tuple[int, int]) -> None:
         self.order = order
-        self.rows = {name: _Rows(source) for name, source in fields.items()}
+        self.rows = {name: _NumberRows(source) for name, source in fields.items()}
 
     @cached_property
     def _codes(self) -> Table:
@@ -36,7 +36,7 @@ class RowCodes:
         return Table("i32", *self.order, *[-1] * (256 - len(self.order)))
 
     @cached_property
-    def _permuted(self) -> tuple[str, Table, Table] | None:
+    def _single_field_tables(self) -> tuple[str, Table, Table] | None:
         """The field, its value for each code and the code of each value, if codes are another order of one field's 2^b values."""
         (name, rows), *others = self.rows.items()
         if others or rows.source != (len(self.order), 1) or len(self.order) & len(self.order) - 1 or len(self.order) > 128:
@@ -45,8 +45,8 @@ class RowCodes:
 
     def codes(self, **fields: Tensor) -> Tensor:
         """Codes uint8 [N, K] of fields [N, K / columns]."""
-        if self._permuted is not None:
-            name, _, codes = self._permuted
+        if self._single_field_tables is not None:
+            name, _, codes = self._single_field_tables
             return codes[fields[name]].view(torch.uint8)
         joint: Tensor | None = None
         for name, rows in self.rows.items():
@@ -57,19 +57,19 @@ class RowCodes:
 
     def fields(self, codes: Tensor) -> dict[str, Tensor]:
         """The fields of codes uint8 [N, K].  Raises FormatError for a code, or a row of codes, that no field value gives."""
-        if self._permuted is not None:
-            name, values, _ = self._permuted
+        if self._single_field_tables is not None:
+            name, values, _ = self._single_field_tables
             return {name: values[codes].view(torch.uint8)}
         joint = self._joints[codes]
-        _check(joint, 1, "code")
+        _check_codes_exist(joint, 1, "code")
         fields: dict[str, Tensor] = {}
         for name, rows in reversed(self.rows.items()):
-            fields[name] = rows.values_of(joint % rows.count, name)
+            fields[name] = rows.field_values(joint % rows.count, name)
             joint = joint // rows.count
         return fields
 
 
-class _Rows:
+class _NumberRows:
     """The rows of numbers that a field's values select; numbers are indexed in rising order."""
 
     def __init__(self, source: Table | tuple[int, int]) -> None:
@@ -108,7 +108,7 @@ class _Rows:
         """Indices int32 [N, K] of the numbers of single weights, for a field [N, K / columns]."""
         return field.to(torch.int32) if self._places.shape[1] == 1 else self._table[field].flatten(1).to(torch.int32)
 
-    def values_of(self, places: Tensor, name: str) -> Tensor:
+    def field_values(self, places: Tensor, name: str) -> Tensor:
         """The field [N, K / columns] for indices int32 [N, K].  Raises FormatError for a row that no value has."""
         columns = self._places.shape[1]
         dtype = torch.uint8 if len(self._places) <= 256 else torch.int32
@@ -119,11 +119,11 @@ class _Rows:
         for column in reversed(range(columns - 1)):
             number.mul_(self.count).add_(rows[..., column])
         values = self._values[number]
-        _check(values, columns, f"row of '{name}'")
+        _check_codes_exist(values, columns, f"row of '{name}'")
         return values.to(dtype)
 
 
-def _check(values: Tensor, columns: int, what: str) -> None:
+def _check_codes_exist(values: Tensor, columns: int, what: str) -> None:
     """Raises FormatError for the first negative value.  columns: how many columns share one."""
     if values.is_meta or not (values < 0).any():
         return

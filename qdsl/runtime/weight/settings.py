@@ -8,7 +8,7 @@ from typing import NamedTuple
 from qdsl.runtime.weight.errors import FormatError
 
 
-class Setting(NamedTuple):
+class EnvironmentSetting(NamedTuple):
     """An environment variable and the words that it may have, the default first."""
 
     variable: str

@@ -21,7 +21,7 @@ PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float
 SKINNY_ROWS = 16                                                 # rows of x up to which kernels decode in registers (predicted)
 
 
-def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
+def decoded_with_calls(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
     """The weight with decoded tensors instead of its streams, and the launches that fill them; itself if it has no streams.
 
     Raises FormatError.
@@ -35,7 +35,7 @@ def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
 def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
     """Empty tensors for the decoded streams, and the launches that fill them.  Raises FormatError.
 
-    rows: int64 [R] on the device: decode only these rows, in runs for which has_rows holds.
+    rows: int64 [R] on the device: decode only these rows, in runs for which can_decode_rows holds.
     """
     plain: dict[str, Tensor] = {}
     calls: list[Call] = []
@@ -53,7 +53,7 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
     return plain, calls
 
 
-def has_rows(packed: PackedWeight, run: int) -> bool:
+def can_decode_rows(packed: PackedWeight, run: int) -> bool:
     """Whether kernels can decode chosen rows: runs of `run` rows that begin at a multiple of it."""
     heights = [implementation(stream.coding, "launch").block_rows(packed.shape) for stream in packed.layout.streams.values()]
     return streams.has_plain_rows(packed.layout, packed.tensors, packed.sizes) and all(

@@ -86,7 +86,7 @@ def tensors_of(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 # -- facts that kernels rely on -------------------------------------------------------------------------------------------
 
 
-def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+def validated_stream_info(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
     """Validates the tables, starts and indices of a storage's streams, and returns the stream info that kernels rely on.
 
     The result is text, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for streams that do not fit.
@@ -104,11 +104,11 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 
 
 def stream_info(format: str, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-    """The result of `check`; '' without streams and on meta.  Raises FormatError for damaged streams."""
+    """The result of `validated_stream_info`; '' without streams and on meta.  Raises FormatError for damaged streams."""
     if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
         return ""
     with stream_errors(format):
-        return check(layout, tensors, shape)
+        return validated_stream_info(layout, tensors, shape)
 
 
 def _like(tensor: Tensor) -> NDArray[Any]:

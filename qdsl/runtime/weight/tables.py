@@ -88,12 +88,12 @@ class Table:
     def __getitem__(self, codes: Tensor) -> Tensor:
         """The numbers, or rows, at integer codes, which must be in range."""
         if isinstance(codes, FakeTensor):
-            return self._chosen(codes)
+            return self._select_by_bits(codes)
         values = self.on(codes.device)
         if values.dim() == 1 and len(values) <= FEW and codes.device.type == "cpu" and codes.element_size() == 1 \
                 and codes.numel() % 2 == 0:
             words = as_type(codes.flatten(), torch.int16)
-            return self.pairs().index_select(0, words.to(torch.int32)).view(values.dtype).view(codes.shape)
+            return self.pair_lookup().index_select(0, words.to(torch.int32)).view(values.dtype).view(codes.shape)
         if values.dim() > 1 and values.dtype == torch.int8 and values.shape[1] in WORDS:
             values = values.view(WORDS[values.shape[1]]).flatten()          # a row is one word, and looked up ten times as fast
         elif values.dim() > 1:
@@ -102,7 +102,7 @@ class Table:
         return selected.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
     @torch.inference_mode(False)
-    def pairs(self) -> Tensor:
+    def pair_lookup(self) -> Tensor:
         """The numbers of two codes as one word, at the word of both code bytes, to halve the lookups."""
         if self._pairs is None:
             words = torch.arange(FEW << 8, device="cpu")
@@ -110,7 +110,7 @@ class Table:
             self._pairs = self.values[codes].view(WORDS[2 * self.values.element_size()]).flatten()
         return self._pairs
 
-    def _chosen(self, codes: Tensor) -> Tensor:
+    def _select_by_bits(self, codes: Tensor) -> Tensor:
         """As __getitem__, by selecting on one bit of the codes at a time, which a compiler can vectorize.
 
         Raises RuntimeError for a table that is too long for that.

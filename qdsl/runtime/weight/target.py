@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.products import PLANS, Plan
+from qdsl.runtime.weight.products import PLANS, ProductPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Target(Protocol):
     def run(self, candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor: ...
 
 
-def plan_of(packed: PackedWeight) -> Plan:
+def plan_of(packed: PackedWeight) -> ProductPlan:
     """The plan of a weight, cached on it; weights with the same description share one."""
     if packed.plan is None:
         is_permuted = packed.order is not None
@@ -58,6 +58,6 @@ def plan_of(packed: PackedWeight) -> Plan:
                      is_finite, packed.stream_info)
         plan = PLANS.get(described)
         if plan is None:
-            plan = PLANS.setdefault(described, Plan(names, packed.shape, is_permuted))
+            plan = PLANS.setdefault(described, ProductPlan(names, packed.shape, is_permuted))
         packed.plan = plan
     return packed.plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.core.shapes import axis, granule
+from qdsl.core.shapes import axis, slicing_step
 from qdsl.host.progress import advance_units
 from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.arrays import cdiv, empty
@@ -59,14 +59,14 @@ def decode_fields(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping
         _decode_flat(variant, fields, sizes, out)
         return
     row_cut, column_cut = (axis(text).by(sizes) for text in variant.cuts)
-    rows = list(_pieces(out.shape[0], row_cut, TILE // max(1, out.shape[1])))
-    columns = list(_pieces(out.shape[1], column_cut, out.shape[1]))
+    rows = list(_block_ranges(out.shape[0], row_cut, TILE // max(1, out.shape[1])))
+    columns = list(_block_ranges(out.shape[1], column_cut, out.shape[1]))
     if len(rows) == len(columns) == 1 or any(variant.fields[name].type == "index" for name in fields):
         variant.decode(**fields, out=out)
         return
     for r0, r1 in rows:
         for c0, c1 in columns:
-            shown = {name: _rectangle(variant, sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
+            shown = {name: _slice_field(variant, sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
             variant.decode(**shown, out=out[r0:r1, c0:c1])
 
 
@@ -76,19 +76,19 @@ def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[
     cut = axis(variant.cuts[1])
     shared = {name for name in fields if cut.dim == "1" and len(variant.fields[name].axes) < 2}
     step = max(1, *(fields[name].numel() for name in shared)) if shared else cut.by(sizes)
-    pieces = list(_pieces(out.numel(), step, TILE))
+    pieces = list(_block_ranges(out.numel(), step, TILE))
     for start, stop in pieces:
         if len(pieces) == 1:
             variant.decode(**fields, out=target)
             break
-        shown = {name: field if name in shared else _flat_piece(variant.fields[name], field, start, stop, sizes)
+        shown = {name: field if name in shared else _flat_values(variant.fields[name], field, start, stop, sizes)
                  for name, field in fields.items()}
         variant.decode(**shown, out=target.view(-1)[start:stop])
     if target is not out:
         out.copy_(target)
 
 
-def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
+def _flat_values(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
     """The values of flat positions [start, stop), which are whole blocks or a single one."""
     if [axis.dim for axis in field.axes] == ["N", "K"]:
         return values.flatten()[start:stop]
@@ -108,10 +108,10 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     if not weight.numel():
         whole = math.lcm(*(max(1, axis.by(sizes)) for field in variant.fields.values() for axis in field.axes)) if at_once else 1
         zeros = weight.new_zeros((max(n, 1), max(k, 1) * whole), dtype=torch.float32)
-        yield _nothing(variant, variant.encode(zeros, **options), sizes, (n, k))
+        yield _empty_fields(variant, variant.encode(zeros, **options), sizes, (n, k))
         return
     chosen = [field for field in variant.fields.values() if field.type != "index"]
-    blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
+    blocks = [slicing_step(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
               for field in chosen]
     least = max(1, math.lcm(step, *blocks))
     rows = max(1, (TILE // SEARCHED if variant.importance else TILE) // max(1, k) // least) * least
@@ -129,8 +129,8 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
         advance_units(part.numel())
 
 
-def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
-             ) -> dict[str, Tensor]:
+def _empty_fields(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
+                  ) -> dict[str, Tensor]:
     """Fields of a single zero, sliced to those of an empty weight."""
     empty_fields = dict(fields)
     for name, field in fields.items():
@@ -158,7 +158,7 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
 
 
 
-def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
+def _block_ranges(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
     """Ranges of whole blocks, at most `most` long, then the partial block."""
     whole = length // step * step
     by = max(1, most // step) * step
@@ -168,8 +168,8 @@ def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
         yield whole, length
 
 
-def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
-               columns: tuple[int, int]) -> Tensor:
+def _slice_field(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
+                 columns: tuple[int, int]) -> Tensor:
     for place, field_axis in enumerate(variant.fields[name].axes):
         if field_axis.dim == "1":                                # of a stored table
             continue

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qdsl.core.transforms import INPUT, OUTPUT, Transform, bases
+from qdsl.core.transforms import INPUT, OUTPUT, Transform, base_matrices
 from qdsl.runtime.weight.packed import FormatError
 
 WHOLE = 256                                                      # columns of a matrix that is multiplied whole
@@ -35,18 +35,18 @@ def hadamard_matrix(transform: Transform) -> Tensor:
     size, base = transform.size, transform.base
     if base == 1:
         return sylvester_hadamard(size)
-    return torch.kron(_base(transform), sylvester_hadamard(size // base))
+    return torch.kron(_base_hadamard(transform), sylvester_hadamard(size // base))
 
 
-def _base(transform: Transform) -> Tensor:
+def _base_hadamard(transform: Transform) -> Tensor:
     size = transform.base
-    digits = bases()[size]
+    digits = base_matrices()[size]
     bits = torch.tensor([int(bit) for bit in f"{int(digits, 16):0{size * size}b}"], dtype=torch.float32, device="cpu")
     matrix = (2 * bits - 1).view(size, size)
     return matrix.t().contiguous() if transform.transposed else matrix
 
 
-def oriented(transform: Transform, tensor: Tensor, perm: Tensor | None) -> Tensor:
+def stored_rotation(transform: Transform, tensor: Tensor, perm: Tensor | None) -> Tensor:
     """The stored matrix of a rotation in float32, permuted and transposed, without its scale."""
     matrix = tensor.float()
     matrix = matrix if perm is None else matrix[perm][:, perm]
@@ -61,16 +61,16 @@ def scale_of(transform: Transform) -> float:
 def factors_of(transform: Transform, tensor: Tensor | None, perm: Tensor | None) -> Factors:
     """The matrix of a rotation as it is multiplied, without its scale: whole, or signs of rows, and two Kronecker factors."""
     if tensor is not None:
-        return factored(oriented(transform, tensor, perm))
+        return kronecker_factors(stored_rotation(transform, tensor, perm))
     if transform.size <= WHOLE:
         return hadamard_matrix(transform), None, None, None
     power = transform.size // transform.base
     columns = min(power, 1 << (transform.size.bit_length() - 1) // 2)             # of the right factor: about the square root
     left = sylvester_hadamard(power // columns)
-    return None, None, left if transform.base == 1 else torch.kron(_base(transform), left), sylvester_hadamard(columns)
+    return None, None, left if transform.base == 1 else torch.kron(_base_hadamard(transform), left), sylvester_hadamard(columns)
 
 
-def factored(matrix: Tensor) -> Factors:
+def kronecker_factors(matrix: Tensor) -> Factors:
     """A matrix as it is multiplied: signs of rows and two Kronecker factors where it is large and has them, else whole.
 
     Hadamard matrices whose size is no power of two are products of a small one and Sylvester's, those that are drawn at random
@@ -92,27 +92,27 @@ def factored(matrix: Tensor) -> Factors:
 
 def rotation(transform: Transform, tensor: Tensor | None, perm: Tensor | None) -> Tensor:
     """The matrix R [size, size] of a rotation in float64, with its scale."""
-    matrix = hadamard_matrix(transform) if tensor is None else oriented(transform, tensor, perm)
+    matrix = hadamard_matrix(transform) if tensor is None else stored_rotation(transform, tensor, perm)
     return matrix.double() * scale_of(transform)
 
 
-def folded(weight: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
+def fold_transforms(weight: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
     """The weight [N, K] of a layer without transforms that computes what one with them computes, in float64.
 
     tensors: those of the checkpoint, by name.  Raises FormatError for a norm, whose factor depends on x.
     """
     dense = weight.double()
     for own in reversed([own for own in transforms if own.side == INPUT]):
-        dense = _columns(dense, own, tensors)
-    return _rows(dense, transforms, tensors)
+        dense = _fold_input_transform(dense, own, tensors)
+    return _fold_output_transforms(dense, transforms, tensors)
 
 
 def folded_bias(bias: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
     """The bias [N] of that layer, in the dtype of `bias`: transforms of the output apply to it."""
-    return _rows(bias.double().unsqueeze(1), transforms, tensors).squeeze(1).to(bias.dtype)
+    return _fold_output_transforms(bias.double().unsqueeze(1), transforms, tensors).squeeze(1).to(bias.dtype)
 
 
-def _columns(weight: Tensor, own: Transform, tensors: Callable[[str], Tensor]) -> Tensor:
+def _fold_input_transform(weight: Tensor, own: Transform, tensors: Callable[[str], Tensor]) -> Tensor:
     """The weight with a transform of its input: W diag(s), or W R^T."""
     _check_linear(own)
     if own.kind == "rotate":
@@ -122,7 +122,7 @@ def _columns(weight: Tensor, own: Transform, tensors: Callable[[str], Tensor]) -
     return weight / factor if own.kind == "divide" else weight * factor
 
 
-def _rows(weight: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
+def _fold_output_transforms(weight: Tensor, transforms: Sequence[Transform], tensors: Callable[[str], Tensor]) -> Tensor:
     """The weight with the transforms of its output: diag(s) W, or R^T W."""
     for own in [own for own in transforms if own.side == OUTPUT]:
         if own.kind == "rotate":

@@ -23,7 +23,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from qdsl.core.slices import Placed
+from qdsl.core.slices import PlacedPiece
 from qdsl.host.progress import advance_units
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
@@ -34,7 +34,7 @@ LAUNCHED = 1 << 24                                               # words per til
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class WorkAxis:
     """An axis of the workspace: extent, and its steps in words of the source and of the result.
 
     A step of None means that the digit is absent: only index 0 is read (the rest is 0), or written.
@@ -46,7 +46,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SwapRound:
     """Swaps the digit of `step` bits in a word with that of `axis`, or with that of `other` bits if axis is None."""
 
     step: int
@@ -55,15 +55,15 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MovePlan:
     """Words of `bits` bits, and their axes in the order of work.
 
     first, last: the first word of source and result.  clear: bits that no element has, which become 0.
     """
 
     bits: int
-    axes: tuple[Axis, ...]
-    rounds: tuple[Round, ...]
+    axes: tuple[WorkAxis, ...]
+    rounds: tuple[SwapRound, ...]
     first: int
     last: int
     clear: int
@@ -75,7 +75,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Digit:
+class _MovedDigit:
     """A digit of an element's coordinates or bits, with its steps in bits in both storages; None if absent."""
 
     extent: int
@@ -84,17 +84,17 @@ class _Digit:
 
 
 @lru_cache(maxsize=256)
-def plan(source: Placed, result: Placed, width: int) -> Plan | None:
+def plan_move(source: PlacedPiece, result: PlacedPiece, width: int) -> MovePlan | None:
     """The plan that moves a piece of `width` bits from one place to the other; None if digits of words cannot do it.
 
     Prefers words whose bits all belong to the piece, then long words.
     """
-    best: Plan | None = None
+    best: MovePlan | None = None
     for bits in WORDS:
         digits = _digits(source, result, width, bits)
         whole = digits is not None and all(digit.source is not None and digit.result is not None for digit in digits)
         if digits is not None and (whole or best is None):
-            best = _ordered(digits, source.start // bits, result.start // bits, bits)
+            best = _plan_of_digits(digits, source.start // bits, result.start // bits, bits)
         if whole:
             break
     return best
@@ -103,14 +103,14 @@ def plan(source: Placed, result: Placed, width: int) -> Plan | None:
 # -- digits -----------------------------------------------------------------------------------------------------------
 
 
-def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digit] | None:
+def _digits(source: PlacedPiece, result: PlacedPiece, width: int, bits: int) -> list[_MovedDigit] | None:
     """The common digits of both places, those inside of words of `bits` bits split into twos; None if there are none."""
     if width & (width - 1) or width > bits or any(at % bits for at in (source.start, source.size, result.start, result.size)):
         return None
-    digits = [_Digit(2, 1 << i, 1 << i) for i in range(width.bit_length() - 1)]
+    digits = [_MovedDigit(2, 1 << i, 1 << i) for i in range(width.bit_length() - 1)]
     for before, after in zip(source.coordinates, result.coordinates, strict=True):
         left, right = _split_at_words(before, bits), _split_at_words(after, bits)
-        both = _refined(left, right) if left is not None and right is not None else None
+        both = _split_digits_alike(left, right) if left is not None and right is not None else None
         if both is None:
             return None
         for digit in both:
@@ -123,8 +123,8 @@ def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digi
              [digit.result for digit in digits if (digit.result or 0) < bits]]
     if any(len(set(steps)) < len(steps) or not set(steps) <= set(places) for steps in steps_in_word):
         return None
-    return [*digits, *(_Digit(2, step, None) for step in places if step not in steps_in_word[0]),
-            *(_Digit(2, None, step) for step in places if step not in steps_in_word[1])]
+    return [*digits, *(_MovedDigit(2, step, None) for step in places if step not in steps_in_word[0]),
+            *(_MovedDigit(2, None, step) for step in places if step not in steps_in_word[1])]
 
 
 def _split_at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
@@ -142,7 +142,7 @@ def _split_at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[
     return [(extent, step) for extent, step in placed if extent > 1]
 
 
-def _refined(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[_Digit] | None:
+def _split_digits_alike(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[_MovedDigit] | None:
     """Two lists of digits of one coordinate, fastest first, split at the same weights."""
     sides = []
     weights = {1}
@@ -161,18 +161,18 @@ def _refined(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) 
             steps += [step * (cut // weight) for cut in cuts if weight <= cut < weight * extent]
             weight *= extent
         sides.append(steps)
-    return [_Digit(b // a, x, y) for (a, b), x, y in zip(pairwise(cuts), *sides, strict=True)]
+    return [_MovedDigit(b // a, x, y) for (a, b), x, y in zip(pairwise(cuts), *sides, strict=True)]
 
 
-def _by_two(digit: _Digit) -> list[_Digit]:
+def _by_two(digit: _MovedDigit) -> list[_MovedDigit]:
     assert digit.source is not None and digit.result is not None
-    return [_Digit(2, digit.source << i, digit.result << i) for i in range(digit.extent.bit_length() - 1)]
+    return [_MovedDigit(2, digit.source << i, digit.result << i) for i in range(digit.extent.bit_length() - 1)]
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan:
+def _plan_of_digits(digits: Sequence[_MovedDigit], first: int, last: int, bits: int) -> MovePlan:
     """The rounds that bring every digit to its place in the word, and the axes in their best order."""
     inside = {digit.source: digit for digit in digits if digit.source is not None and digit.source < bits}
     wanted = {digit.result: digit for digit in digits if digit.result is not None and digit.result < bits}
@@ -183,23 +183,23 @@ def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan
             clear |= ~zeros(step, bits)
     outside = [digit for digit in digits if digit not in inside.values() and (digit.source is None or digit.source >= bits)]
     slots = list(outside)                                        # the current digit of each axis
-    rounds: list[Round] = []
+    rounds: list[SwapRound] = []
     while open_ := [step for step in inside if inside[step] != wanted[step]]:
         step = next((step for step in open_ if wanted[step] in slots), open_[0])
         if wanted[step] in slots:
             axis = slots.index(wanted[step])
-            rounds.append(Round(step, axis))
+            rounds.append(SwapRound(step, axis))
             slots[axis], inside[step] = inside[step], wanted[step]
         else:
             other = next(place for place in inside if inside[place] == wanted[step])
-            rounds.append(Round(min(step, other), None, max(step, other)))
+            rounds.append(SwapRound(min(step, other), None, max(step, other)))
             inside[step], inside[other] = inside[other], inside[step]
-    axes = [Axis(before.extent, _words(before.source, bits), _words(after.result, bits))
+    axes = [WorkAxis(before.extent, _words(before.source, bits), _words(after.result, bits))
             for before, after in zip(outside, slots, strict=True)]
-    return _sorted(Plan(bits, tuple(axes), tuple(rounds), first, last, clear & (1 << bits) - 1))
+    return _sort_axes(MovePlan(bits, tuple(axes), tuple(rounds), first, last, clear & (1 << bits) - 1))
 
 
-def _sorted(plan: Plan) -> Plan:
+def _sort_axes(plan: MovePlan) -> MovePlan:
     """The axes of rounds first, in the order of the result, then the others in the order of the source."""
     moved = {round.axis for round in plan.rounds}
     far = [(axis.result if i in moved else axis.source) or 0 for i, axis in enumerate(plan.axes)]
@@ -220,7 +220,7 @@ def zeros(step: int, bits: int) -> int:
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
-def move(plan: Plan, source: Tensor, result: Tensor) -> None:
+def move_bits(plan: MovePlan, source: Tensor, result: Tensor) -> None:
     """Copy a piece from one contiguous tensor to another, of any dtypes, by a plan."""
     source, result = _flat(source, plan.bits), _flat(result, plan.bits)
     read = _view(source, plan.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in plan.axes])
@@ -231,12 +231,12 @@ def move(plan: Plan, source: Tensor, result: Tensor) -> None:
     work: dict[tuple[int, ...], Workspace] = {}
     threads = torch.get_num_threads()
     words = LAUNCHED if source.device.type == "cuda" else TILE if threads == 1 else SHARED * threads
-    for tile in _tiles(plan, words):
+    for tile in _work_tiles(plan, words):
         shape = tuple(length for _, length in tile)
         space = work.get(shape) or work.setdefault(shape, Workspace(plan, shape, source))
-        space.take(_part(read, tile))
+        space.take(_tile_view(read, tile))
         space.apply_rounds()
-        _part(written, tile).copy_(space.words[space.kept])
+        _tile_view(written, tile).copy_(space.words[space.kept])
         advance_units(math.prod(shape) * plan.bits // 8)
 
 
@@ -250,7 +250,7 @@ def _flat(tensor: Tensor, bits: int) -> Tensor:
 class Workspace:
     """A tile of words, and half as many words for the differences of a round."""
 
-    def __init__(self, plan: Plan, shape: tuple[int, ...], like: Tensor) -> None:
+    def __init__(self, plan: MovePlan, shape: tuple[int, ...], like: Tensor) -> None:
         self.words = like.new_zeros(shape)
         self.difference = like.new_empty(math.prod(shape))
         self.read = tuple(slice(None) if axis.source is not None else slice(0, 1) for axis in plan.axes)
@@ -263,7 +263,7 @@ class Workspace:
             self.steps.append((a, b, self.difference[:a.numel()].view(a.shape), like.new_tensor(by),
                                like.new_tensor(_signed(at, plan.bits))))
 
-    def _pair(self, round: Round, bits: int) -> tuple[Tensor, Tensor, int, int]:
+    def _pair(self, round: SwapRound, bits: int) -> tuple[Tensor, Tensor, int, int]:
         """The parts of a swap: both sets of words, the shift, and the mask of the second ones."""
         if round.axis is None:
             return self.words, self.words, round.other - round.step, ~zeros(round.step, bits) & zeros(round.other, bits)
@@ -286,7 +286,7 @@ class Workspace:
             a.bitwise_xor_(difference.bitwise_left_shift_(by))
 
 
-def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, into: Tensor) -> bool:
+def gather_columns(source: PlacedPiece, result: PlacedPiece, width: int, columns: Tensor, stored: Tensor, into: Tensor) -> bool:
     """Move column columns[j], int64 [K], of the source to column j; returns False if moves of words cannot do it.
 
     The rows must fit a cache; in between, columns are consecutive, with `width` bits of several rows in a word.
@@ -299,13 +299,14 @@ def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: 
         count = min(step, rows - start)
         if count % least:
             return False
-        between = Placed(0, k * count * width, (((count * width // bits, bits), (bits // width, width)), ((k, count * width),)))
-        first, last = plan(source.rows(start, count), between, width), plan(between, result.rows(start, count), width)
+        between = PlacedPiece(0, k * count * width,
+                              (((count * width // bits, bits), (bits // width, width)), ((k, count * width),)))
+        first, last = plan_move(source.rows(start, count), between, width), plan_move(between, result.rows(start, count), width)
         if first is None or last is None:
             return False
         words = stored.new_empty((k, count * width // bits), dtype=WORDS[bits])
-        move(first, stored, words)
-        move(last, words.index_select(0, columns), into)
+        move_bits(first, stored, words)
+        move_bits(last, words.index_select(0, columns), into)
     return True
 
 
@@ -321,7 +322,7 @@ def _signed(value: int, bits: int) -> int:
 Tile = tuple[tuple[int, int], ...]                               # first index and length along every axis
 
 
-def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
+def _work_tiles(plan: MovePlan, words: int) -> Iterator[Tile]:
     """Parts of about `words` words; axes with large steps on both sides are divided first, those of rounds never."""
     lengths = [axis.extent for axis in plan.axes]
     moved = {round.axis for round in plan.rounds}
@@ -337,7 +338,7 @@ def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
 
 
 
-def _part(view: Tensor, tile: Tile) -> Tensor:
+def _tile_view(view: Tensor, tile: Tile) -> Tensor:
     for axis, (start, length) in enumerate(tile):
         if length < view.shape[axis]:
             view = view.narrow(axis, start, length)

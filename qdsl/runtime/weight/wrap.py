@@ -10,7 +10,7 @@ from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import OF_X, resolve_default
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import order
-from qdsl.runtime.weight.assemble import assemble, whole_shape
+from qdsl.runtime.weight.assemble import assemble, checked_shape
 from qdsl.runtime.weight.branch_tensors import check_names
 from qdsl.runtime.weight.match import Match, matches
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
@@ -35,8 +35,8 @@ def wrap(format: WeightFormat, tensors: Mapping[str, Tensor], shape: tuple[int, 
                               "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
     if storage is not None and storage not in format.storages:
         raise FormatError(f"{format.name} has no storage '{storage}'; it has {', '.join(format.storages)}")
-    fitting = matches(format.description, tensors, None if shape is None else whole_shape(format, shape), storage, params)
-    match = _choose(format, fitting)
+    fitting = matches(format.description, tensors, None if shape is None else checked_shape(format, shape), storage, params)
+    match = _choose_match(format, fitting)
     variant = format.variant(match.params)
     described = format.description.layout(match.storage, match.params)
     check_names(format.name, variant.plus, [*match.tensors])
@@ -48,7 +48,7 @@ def wrap(format: WeightFormat, tensors: Mapping[str, Tensor], shape: tuple[int, 
         notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
     notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in _overflowed_zeros(format, match)]
     names = {name: keys[0] for name, keys in keys_of.items() if keys[0] != name}
-    empty = unfilled(format, match)
+    empty = unfilled_indices(format, match)
     notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
     present = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
     packed = assemble(format, match.storage, present, match.shape, match.params, notes, names)
@@ -57,7 +57,7 @@ def wrap(format: WeightFormat, tensors: Mapping[str, Tensor], shape: tuple[int, 
     return packed
 
 
-def unfilled(format: WeightFormat, packed: Match | PackedWeight) -> dict[str, Tensor]:
+def unfilled_indices(format: WeightFormat, packed: Match | PackedWeight) -> dict[str, Tensor]:
     """Indices of several groups that the producer never filled, all 0 (auto-gptq) or -1 (compressed-tensors).
 
     Returns each with the index of columns in order, which a missing one stands for.
@@ -83,7 +83,7 @@ def _overflowed_zeros(format: WeightFormat, match: Match) -> list[str]:
             if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
 
-def _choose(format: WeightFormat, fitting: Sequence[Match]) -> Match:
+def _choose_match(format: WeightFormat, fitting: Sequence[Match]) -> Match:
     """The only match; among several of one storage and shape the one whose undetermined parameters have defaults."""
     claimed = format.description.claimed
     fitting = [match for match in fitting if match.storage not in claimed] or fitting

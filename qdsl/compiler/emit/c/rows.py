@@ -15,7 +15,7 @@ from qdsl.compiler.emit.formula import constant
 from qdsl.compiler.emit.lines import wrap_items
 from qdsl.compiler.emit.literals import quoted, tupled
 from qdsl.compiler.emit.row_codes import constant_name
-from qdsl.compiler.ir.program import Affine, Field, Program, Terms
+from qdsl.compiler.ir.program import AffineDecode, Field, Program, Terms
 from qdsl.compiler.passes.derive_planar import PLANAR, is_stored
 from qdsl.core.numbers import Number, round_to_f32
 
@@ -65,7 +65,7 @@ def _planar_program(programs: Sequence[Program]) -> Program | None:
     return program if has_numbers and len(affine.fields) <= MOST_FIELDS else None
 
 
-def _parts(program: Program) -> tuple[Affine, Field]:
+def _parts(program: Program) -> tuple[AffineDecode, Field]:
     assert program.affine is not None
     return program.affine, program.field(program.affine.code)
 

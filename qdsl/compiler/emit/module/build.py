@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.emit.module.module import module_files
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
 from qdsl.core.producer import producer_of, read_yaml
@@ -18,7 +18,7 @@ MARK = "Do not edit: change the spec"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class BuiltFile:
     """A file of a build: `change` is 'written', 'same' or 'removed'."""
 
     path: Path
@@ -31,7 +31,7 @@ class BuildError(OSError):
 
 def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
     """The generated files of a spec, by path below the output folder.  Raises SpecError."""
-    return module(compile_spec(load(spec, name)))
+    return module_files(compile_spec(load(spec, name)))
 
 
 def producer_files(folder: Path) -> dict[str, str]:
@@ -40,19 +40,19 @@ def producer_files(folder: Path) -> dict[str, str]:
     for path in sorted(folder.glob("*.yaml")):
         data = read_yaml(path)
         producer_of(data, str(path))
-        files[f"{PRODUCERS}/{path.stem}.json"] = indented(data) + "\n"
+        files[f"{PRODUCERS}/{path.stem}.json"] = json_text(data) + "\n"
     return files
 
 
-def build(spec: Path | str, out: Path, write: bool = True) -> list[Written]:
+def build(spec: Path | str, out: Path, write: bool = True) -> list[BuiltFile]:
     """Write a spec's module below `out`, and remove stale files of earlier builds.
 
     write=False only reports what would change.  Raises SpecError, BuildError, OSError.
     """
-    return list(put(files_of(spec), out, write))
+    return list(write_files(files_of(spec), out, write))
 
 
-def put(files: Mapping[str, str], out: Path, write: bool = True) -> Iterator[Written]:
+def write_files(files: Mapping[str, str], out: Path, write: bool = True) -> Iterator[BuiltFile]:
     """As build, for files that are already printed.  Raises BuildError, OSError."""
     root = out.resolve()
     stem = next(iter(files)).split("/")[0].removesuffix(".py")
@@ -63,11 +63,11 @@ def put(files: Mapping[str, str], out: Path, write: bool = True) -> Iterator[Wri
         if write and not same:
             make_folder(path.parent)
             write_text(path, text)
-        yield Written(path, "same" if same else "written")
-    for path in _stale(root, stem, files):
+        yield BuiltFile(path, "same" if same else "written")
+    for path in _stale_files(root, stem, files):
         if write:
             path.unlink()
-        yield Written(path, "removed")
+        yield BuiltFile(path, "removed")
 
 
 def _refuse_outside(path: Path, root: Path) -> None:
@@ -80,7 +80,7 @@ def _refuse_outside(path: Path, root: Path) -> None:
     raise BuildError(f"{path} is outside {root}")
 
 
-def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
+def _stale_files(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
     """Files of the same format that this build did not write, for example of a removed parameter value."""
     candidates = [root / f"{stem}.py", *sorted((root / stem).glob("*.py"))]
     if stem == PRODUCERS:
@@ -91,7 +91,7 @@ def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
             yield path
 
 
-def indented(value: object, level: int = 0) -> str:
+def json_text(value: object, level: int = 0) -> str:
     """JSON text, with mappings and lists broken into lines if they do not fit one."""
     line = json.dumps(value)
     numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
@@ -99,8 +99,8 @@ def indented(value: object, level: int = 0) -> str:
         return line
     inner = "  " * (level + 1)
     if isinstance(value, Mapping):
-        items = [f"{inner}{json.dumps(key)}: {indented(item, level + 1)}" for key, item in value.items()]
+        items = [f"{inner}{json.dumps(key)}: {json_text(item, level + 1)}" for key, item in value.items()]
     else:
-        items = [inner + indented(item, level + 1) for item in value]
+        items = [inner + json_text(item, level + 1) for item in value]
     opening, closing = "{}" if isinstance(value, Mapping) else "[]"
     return f"{opening}\n" + ",\n".join(items) + f"\n{'  ' * level}{closing}"

@@ -26,8 +26,8 @@ from qdsl.compiler.emit.module.functions import (
     shared_by_variants,
 )
 from qdsl.compiler.emit.module.program import digest_of, format_data, variant_data
-from qdsl.compiler.emit.module.tables import constants
-from qdsl.compiler.emit.module.variant import variant
+from qdsl.compiler.emit.module.tables import constant_tables
+from qdsl.compiler.emit.module.variant import variant_lines
 from qdsl.compiler.emit.tensors import Unsupported
 from qdsl.compiler.emit.torch.decode import decode_body
 from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference_functions
@@ -47,7 +47,7 @@ SURFACE = (("wrap", "pack", "unpack", "quantize", "dequantize"), ("convert", "re
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModulePart:
     """The programs of one choice of the parameters that change the text, and that text."""
 
     params: Mapping[str, int | str]
@@ -67,18 +67,18 @@ class Part:
         return self.reference, self.kernels, self.variant, literal(self.data)
 
 
-def module(programs: Sequence[Program]) -> dict[str, str]:
+def module_files(programs: Sequence[Program]) -> dict[str, str]:
     """The files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on.
 
     Raises SpecError for a legal layout that views and shifts cannot express.
     """
     try:
-        by, parts = _parts(programs)
+        by, parts = _module_parts(programs)
     except Unsupported as error:
         raise SpecError([Problem(f"not supported: {error}", programs[0].spec.span)]) from None
     name = programs[0].spec.name.value
     if not by:
-        lines = [*_body(parts[0], parts[0].defined), "", *_format(parts, by, programs)]
+        lines = [*_body(parts[0], parts[0].defined), "", *_format_lines(parts, by, programs)]
         return {f"{name}.py": _finish([*_header(parts[0].programs), *_imports(lines), "", "", *lines])}
     files = {}
     modules = {_part_name(by, part): part for part in parts}
@@ -87,16 +87,16 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         own, imported = shared[module]
         title = ", ".join(f"{key} = {part.params[key]}" for key in by)
         body = _body(part, own)
-        lines = [*_variant_header(part.programs[0].spec, title), *_imports(body), *_siblings(imported), "", "", *body]
+        lines = [*_variant_header(part.programs[0].spec, title), *_imports(body), *_sibling_imports(imported), "", "", *body]
         files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
-    lines = [*header, "from qdsl.runtime import Format", "", *_import(".", modules), "", *_format(parts, by, programs)]
+    lines = [*header, "from qdsl.runtime import Format", "", *_import(".", modules), "", *_format_lines(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
 
 
-def _part_name(by: Sequence[str], part: Part) -> str:
+def _part_name(by: Sequence[str], part: ModulePart) -> str:
     return "_".join(f"{key}_{part.params[key]}" for key in by)
 
 
@@ -113,7 +113,7 @@ def _import(source: str, words: Iterable[str]) -> list[str]:
 # -- variants ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
+def _module_parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[ModulePart]]:
     """The parameters that change the text, and a part for each of their values."""
     choices: list[tuple[Mapping[str, int | str], list[Program]]] = []
     for program in programs:
@@ -122,27 +122,27 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
             choices.append((program.params, [program]))
         else:
             group.append(program)
-    variants = [_part(params, group) for params, group in choices]
+    variants = [_module_part(params, group) for params, group in choices]
     by = tuple(key for key in programs[0].params if any(
         a.text != b.text for a in variants for b in variants
         if all(a.params[other] == b.params[other] for other in a.params if other != key)))
-    parts: dict[tuple[int | str, ...], Part] = {}
+    parts: dict[tuple[int | str, ...], ModulePart] = {}
     for part in variants:
         parts.setdefault(tuple(part.params[key] for key in by), part)
     return by, list(parts.values())
 
 
-def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
+def _module_part(params: Mapping[str, int | str], programs: Sequence[Program]) -> ModulePart:
     first, decoded = programs[0], decode_body(programs)
     packing = (part for program in programs for part in reference_functions(program))
-    lines = [*constants(programs), *row_functions(programs), *packing, decode_function(programs, decoded),
+    lines = [*constant_tables(programs), *row_functions(programs), *packing, decode_function(programs, decoded),
              *([encode_function(first)] if first.encode is not None else [])]
     functions, names = shared_by_storages(programs, [definitions(kernel_functions(program)) for program in programs])
-    return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
-                tuple(renamed(variant(programs), names)), variant_data(programs, decoded))
+    return ModulePart(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
+                      tuple(renamed(variant_lines(programs), names)), variant_data(programs, decoded))
 
 
-def _body(part: Part, own: Sequence[Definition]) -> list[str]:
+def _body(part: ModulePart, own: Sequence[Definition]) -> list[str]:
     """The text of a variant without its header and imports.  own: definitions that it does not import from other variants."""
     lines: list[str] = []
     for title, items in (("reference", part.reference), ("kernels", part.kernels)):
@@ -154,7 +154,7 @@ def _body(part: Part, own: Sequence[Definition]) -> list[str]:
     return [*lines, f"# -- format {RULE[:106]}", *part.variant]
 
 
-def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
+def _format_lines(parts: Sequence[ModulePart], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
     spec = programs[0].spec
     variants = {tuple(part.params[key] for key in by): part for part in parts}
     data = format_data(programs, by, {key: part.data for key, part in variants.items()})
@@ -209,7 +209,7 @@ def _header(programs: Sequence[Program]) -> list[str]:
     return [*lines, "", *_origin(spec)]
 
 
-def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
+def _sibling_imports(imported: Mapping[str, Sequence[str]]) -> list[str]:
     """Imports of definitions from earlier variants."""
     lines: list[str] = []
     for module, names in imported.items():

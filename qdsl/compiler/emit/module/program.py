@@ -49,11 +49,11 @@ def variant_data(programs: Sequence[Program], decoded: DecodeBody) -> Data:
     first = programs[0]
     fields = {field.name: (field.kind, *field_axes(programs, field), *options(groups=field.groups and axis_text(field.groups)))
               for field in first.fields}
-    storages = {program.storage: {"tensors": _tensors(program), **_further(program)} for program in programs}
+    storages = {program.storage: {"tensors": _tensors(program), **_storage_properties(program)} for program in programs}
     cuts = _border_axes(decoded)
     return {"fields": fields, **({} if cuts == ("N", "K") else {"cuts": cuts}), "storages": storages,
             **({"only_read": True} if first.encode is None else not_empty(options=_quantizer_options(first, first.encode))),
-            **not_empty(codes=_codes(first), defaults=_defaults(programs), plus=branch_data(first),
+            **not_empty(codes=_code_offsets(first), defaults=_defaults(programs), plus=branch_data(first),
                         appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
 
 
@@ -86,7 +86,7 @@ def _border_axes(decoded: DecodeBody) -> tuple[str, str]:
     return n, k
 
 
-def _codes(program: Program) -> Data:
+def _code_offsets(program: Program) -> Data:
     """The fields that decode adds to a multiple of the code, and the code at which it returns them: q = 8 for (q - 8) * s + z."""
     affine = program.affine
     if affine is None or affine.table or affine.columns:
@@ -128,19 +128,19 @@ def _tensor(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     tensor = tensors[0]
     change = tensor.stored
     adds = change.amount if change is not None and change.field is None and change.op == "+" else 0
-    return (*_typed(program, tensors), *options(
-        aliases=tensor.aliases, optional=tensor.placements[0].field if tensor.optional else "", padding=_padding(tensor),
+    return (*_type_and_axes(program, tensors), *options(
+        aliases=tensor.aliases, optional=tensor.placements[0].field if tensor.optional else "", padding=_padding_bits(tensor),
         seen=tuple(axis.value for axis in tensor.seen), within=tensor.within, adds=adds, **slices_of(program, tensors)))
 
 
-def _typed(program: Program, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+def _type_and_axes(program: Program, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """A tensor's type, 'index' if it holds group numbers, and its axes.  tensors: the tensor, or its sections."""
     tensor = tensors[0]
     index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
     return ("index" if index else tensor.kind, *stored_axes(tensors))
 
 
-def _padding(tensor: Tensor) -> int:
+def _padding_bits(tensor: Tensor) -> int:
     """The padding bits of every element, if an element is a record."""
     pieces = list(record_pieces(tensor.lines))
     if tensor.words > 1 or tensor.stored or tensor.section or any(piece.place is not None for piece in pieces):
@@ -149,7 +149,7 @@ def _padding(tensor: Tensor) -> int:
     return (1 << tensor.record_bits) - 1 - used
 
 
-def _further(program: Program) -> Data:
+def _storage_properties(program: Program) -> Data:
     """What a storage's description has beside its tensors."""
     authored, affine = program.authored, program.affine
     order = order_name(program)
@@ -185,4 +185,4 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
 
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> tuple[Any, ...]:
     """The entropy code of a tensor, the decoded tensor, and the code's tensors by role."""
-    return stream.coding, (*_typed(program, [tensor]), *options(**slices_of(program, [tensor]))), dict(stream.tensors)
+    return stream.coding, (*_type_and_axes(program, [tensor]), *options(**slices_of(program, [tensor]))), dict(stream.tensors)

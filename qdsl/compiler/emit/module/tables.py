@@ -15,11 +15,11 @@ from qdsl.compiler.spec.model import Table
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
 
 
-def constants(programs: Sequence[Program]) -> list[list[str]]:
+def constant_tables(programs: Sequence[Program]) -> list[list[str]]:
     """The lines of every constant that the programs of a variant read."""
     lines = _constants(programs[0])
     for program in programs:
-        lines += [line for line in [*_constants(program), *row_codes.constant_lines(program)] if line not in lines]
+        lines += [line for line in [*_constants(program), *row_codes.row_codes_constant(program)] if line not in lines]
     return lines
 
 

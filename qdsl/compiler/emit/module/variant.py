@@ -19,7 +19,7 @@ from qdsl.compiler.ir.program import Encode, Program
 from qdsl.core.schemes import SCHEMES
 
 
-def variant(programs: Sequence[Program]) -> list[str]:
+def variant_lines(programs: Sequence[Program]) -> list[str]:
     """Lines of `VARIANT = Variant(...)`: the functions of storages, and the calls of decode and encode."""
     first = programs[0]
     lines = ["VARIANT = Variant(", "    storages={"]
@@ -27,20 +27,20 @@ def variant(programs: Sequence[Program]) -> list[str]:
         name = program.storage
         head = f'"{name}": Storage(unpack_{name}, pack_{name}, Kernels('
         lines += indent(wrap_items(head, _kernels(program), ")),", level=2), 2)
-    arguments = ["decode=decode", *(_encode(first) if first.encode is not None else []), *row_loops(programs)]
+    arguments = ["decode=decode", *(_encode_lines(first) if first.encode is not None else []), *row_loops(programs)]
     return [*lines, "    },", *indent(wrap_items("", arguments, ",", level=1)), ")"]
 
 
-def _encode(program: Program) -> list[str]:
+def _encode_lines(program: Program) -> list[str]:
     """The encoder, and what it depends on."""
     encode = program.encode
     assert encode is not None
     arguments = ["encode=encode", "importance=True" if encode.importance else "",
-                 *(_scheme(encode) if SCHEMES[encode.scheme].kernel else [])]
+                 *(_scheme_lines(encode) if SCHEMES[encode.scheme].kernel else [])]
     return [argument for argument in arguments if argument]
 
 
-def _scheme(encode: Encode) -> list[str]:
+def _scheme_lines(encode: Encode) -> list[str]:
     """The scheme as data, for kernels that encode."""
     settings = {key: literal(value) for key, value in encode.options.items()}
     settings |= {key: constant(value) if isinstance(value, str) else str(value)
@@ -58,7 +58,7 @@ def _kernels(program: Program) -> list[str]:
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     if (arranged := order_of_stores(program)) is not None:
         arguments += [f"{key}={tupled(part)}" for key, part in zip(("digits", "lanes", "order"), arranged, strict=True) if part]
-    arguments += ["divides=True"] if _divides(program) else []
+    arguments += ["divides=True"] if _divides_by_stored(program) else []
     arguments += [f"tables=({', '.join(map(constant, table_types(program)))},)"] if table_types(program) else []
     if (plan := matrix_unit_plan(program)) is not None:
         arguments.append(f"matrix_unit={kernels_record(plan)}")
@@ -67,7 +67,7 @@ def _kernels(program: Program) -> list[str]:
     return arguments
 
 
-def _divides(program: Program) -> bool:
+def _divides_by_stored(program: Program) -> bool:
     """Whether decode divides by stored numbers."""
     def is_stored(number: int) -> bool:
         value = program.values[number]

@@ -15,7 +15,7 @@ from qdsl.compiler.spec.model import Table
 from qdsl.core.layout import vector_width
 
 
-def distinct(programs: Sequence[Program]) -> list[Program]:
+def distinct_layouts(programs: Sequence[Program]) -> list[Program]:
     """Programs with different bits: types of scales, for example, do not change the layout."""
     by_layout: dict[tuple[object, ...], Program] = {}
     for program in programs:
@@ -27,7 +27,7 @@ def distinct(programs: Sequence[Program]) -> list[Program]:
 def bits_per_weight(programs: Sequence[Program]) -> str:
     """The fewest and the most bits per weight of a format's storages: '4.5 to 4.625'."""
     plain = [program for program in programs if not any(tensor.stream for tensor in program.tensors)] or programs
-    bits = [typical_bits(program) for program in distinct(plain)]
+    bits = [typical_bits(program) for program in distinct_layouts(plain)]
     low, high = f"{min(bits):.5g}", f"{max(bits):.5g}"
     return low if low == high else f"{low} to {high}"
 
@@ -47,10 +47,10 @@ def terminal_lines(programs: Sequence[Program]) -> list[str]:
         kind = kinds[field.name] if field.number else "index"
         lines.append(f"  {field.name:<6} {kind:<10} [{', '.join(field_axes(programs, field))}]")
     for table in spec.tables:
-        lines.append(f"  {table.name}: {_table(table)}")
+        lines.append(f"  {table.name}: {_table_text(table)}")
     for param in spec.params:
         lines.append(f"  {param.name}: one of {', '.join(map(str, param.written))}")
-    for program in distinct(programs):
+    for program in distinct_layouts(programs):
         lines += ["", f"{title(program)}: {bits_text(program)}"]
         for tensor in program.tensors:
             inside = f", a section of {tensor.stored_name}" if tensor.section is not None else ""
@@ -65,11 +65,11 @@ def terminal_lines(programs: Sequence[Program]) -> list[str]:
         lines += branch_texts(program)
         order = order_name(program)
         lines += [f"  {order} i32 [K], where columns are stored by groups: the column at each place"] if order else []
-        lines += ["", *(f"  {line}" for line in picture.terminal(program))]
+        lines += ["", *(f"  {line}" for line in picture.terminal_picture(program))]
     return lines
 
 
-def _table(table: Table) -> str:
+def _table_text(table: Table) -> str:
     """All numbers of a short table, how many a long one has."""
     if len(table.values) <= 32:
         return ", ".join(map(str, table.values))
@@ -98,5 +98,5 @@ def spec_json(programs: Sequence[Program]) -> dict[str, Any]:
             } for tensor in program.tensors},
             **({"branches": dict(branch_shapes(program))} if program.plus else {}),
             **({"order": order_name(program)} if order_name(program) else {}),
-        } for program in distinct(programs)],
+        } for program in distinct_layouts(programs)],
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from qdsl.compiler.ir.program import Program, Tensor
-from qdsl.core.layout import BASE, RecordBit, spread
+from qdsl.core.layout import BASE, RecordBit, record_bits
 from qdsl.core.text import counted
 
 Elements = tuple[tuple[int, ...], ...]
@@ -63,29 +63,29 @@ class Row:
     steps: tuple[tuple[int, ...], ...] | None = None
 
 
-def rows(tensor: Tensor) -> list[Row]:
+def record_rows(tensor: Tensor) -> list[Row]:
     """The record of a tensor, byte by byte, most significant bits first."""
-    bits = spread({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
+    bits = record_bits({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
     joined_rows: list[Row] = []
     for byte in range(tensor.record_bits // 8):
         cells = tuple(replace(cell, many=many.get(cell.field, ())) for cell in _cells(bits[8 * byte:8 * byte + 8]))
-        if not joined_rows or (joined := _joined(joined_rows[-1], cells)) is None:
+        if not joined_rows or (joined := _extended_row(joined_rows[-1], cells)) is None:
             joined_rows.append(Row(byte, byte, cells))
         else:
             joined_rows[-1] = joined
     return joined_rows
 
 
-def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
+def _extended_row(row: Row, cells: tuple[Cell, ...]) -> Row | None:
     """The row extended by one byte, if that continues it."""
-    if _shape(row.cells) != _shape(cells) or row.steps not in (None, steps := _steps(row.cells, cells)):
+    if _shape(row.cells) != _shape(cells) or row.steps not in (None, steps := _element_steps(row.cells, cells)):
         return None
     merged = tuple(replace(a, last=b.last) for a, b in zip(row.cells, cells, strict=True))
     return Row(row.first, row.last + 1, merged, steps)
 
 
-def _steps(before: Sequence[Cell], after: Sequence[Cell]) -> tuple[tuple[int, ...], ...]:
+def _element_steps(before: Sequence[Cell], after: Sequence[Cell]) -> tuple[tuple[int, ...], ...]:
     """The steps from the elements of one byte to those of the next; elements of several bytes do not count."""
     return tuple(() if a.width == 8 and not a.digits else
                  tuple(j - i for old, new in zip(a.last, b.first, strict=True) for i, j in zip(old, new, strict=True))
@@ -116,7 +116,7 @@ def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
     return low is high if low is None or high is None else replace(low, bit=low.bit + 1) == high
 
 
-def describe(tensor: Tensor) -> str:
+def record_summary(tensor: Tensor) -> str:
     """The contents of one record: `18 bytes hold 1 d, 32 q`."""
     counts = []
     for placement in tensor.placements:
@@ -128,19 +128,19 @@ def describe(tensor: Tensor) -> str:
     return f"{counted(nbytes, 'byte')} hold{'s' if nbytes == 1 else ''} {', '.join(counts)}"
 
 
-def terminal(program: Program) -> list[str]:
+def terminal_picture(program: Program) -> list[str]:
     """The records of a storage as plain text."""
     lines: list[str] = []
     for tensor in program.tensors:
-        lines.append(f"{tensor.name}: {describe(tensor)}")
-        for row in rows(tensor):
+        lines.append(f"{tensor.name}: {record_summary(tensor)}")
+        for row in record_rows(tensor):
             span = f"{row.first}" if row.first == row.last else f"{row.first}..{row.last}"
-            cells = [f"{cell.label()} ({_bits(program, cell)})" for cell in row.cells]
+            cells = [f"{cell.label()} ({_bits_text(program, cell)})" for cell in row.cells]
             lines.append(f"  byte {span:>9}  | {' | '.join(cells)} |")
     return lines
 
 
-def _bits(program: Program, cell: Cell) -> str:
+def _bits_text(program: Program, cell: Cell) -> str:
     """The part of its element that a cell holds: `4 bits`, or `bits 4..5`."""
     if cell.digits:
         return f"{len(cell.first)} digits of base {BASE}"
@@ -150,7 +150,7 @@ def _bits(program: Program, cell: Cell) -> str:
     return f"bits {cell.lo}..{cell.lo + cell.width - 1}" if cell.width > 1 else f"bit {cell.lo}"
 
 
-def svg(programs: Sequence[Program]) -> str:
+def svg_picture(programs: Sequence[Program]) -> str:
     """The records of storages as one drawing, a screen per storage; the same input gives the same bytes.
 
     programs: the first one of each storage is drawn; its parameters are the defaults.  Colours follow a light or dark theme.
@@ -164,7 +164,7 @@ def svg(programs: Sequence[Program]) -> str:
         if first[program.storage] is not program:
             continue
         for tensor in program.tensors:
-            body.append(_text(20, y, f"{program.storage}.{tensor.name}: {describe(tensor)}", 14, bold=True))
+            body.append(_text(20, y, f"{program.storage}.{tensor.name}: {record_summary(tensor)}", 14, bold=True))
             y = _draw_record(program, tensor, colours, body, y + 10) + 30
     head = [f'<svg xmlns="http://www.w3.org/2000/svg" class="qdsl-bits" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" '
             'font-family="monospace">', f"<title>{escape(spec.name.value)}</title>", f"<style>{STYLE}</style>",
@@ -175,8 +175,8 @@ def svg(programs: Sequence[Program]) -> str:
 
 def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body: list[str], y: int) -> int:
     """Draw a record from y on, as rows of bytes with repeated ones folded, or as a grid of its elements; returns the end."""
-    every = rows(tensor)
-    folds = list(_folds(every))
+    every = record_rows(tensor)
+    folds = list(_repeated_rows(every))
     is_of_words = tensor.element.bits > 8 and len(every) > MOST_ROWS      # codes in the order of a warp's lanes
     if is_of_words or sum(len(fold.rows) for fold in folds) > MOST_ROWS:
         return _draw_grid(tensor, colours, body, y)
@@ -194,7 +194,7 @@ def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body
 
 
 @dataclass(frozen=True, slots=True)
-class _Fold:
+class _RepeatedRows:
     """Rows that repeat `times` times up to byte `last`, with other elements each time."""
 
     rows: tuple[Row, ...]
@@ -203,11 +203,11 @@ class _Fold:
     change: str
 
 
-def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
+def _repeated_rows(every: Sequence[Row]) -> Iterator[_RepeatedRows]:
     """Rows in order, with the shortest repeating period written once."""
     at = 0
     while at < len(every):
-        period, times = max(((period, _times(every, at, period)) for period in range(1, MOST_ROWS + 1)),
+        period, times = max(((period, _count_repeats(every, at, period)) for period in range(1, MOST_ROWS + 1)),
                             key=lambda fold: (fold[0] * (fold[1] - 1), -fold[0]))
         if times < 2:
             period = 1
@@ -215,11 +215,11 @@ def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
         change = ", ".join(dict.fromkeys(f"{a.field} {_text_of(_advance(a, b))}" for row, after in zip(
             part, every[at + period:at + 2 * period], strict=False) for a, b in zip(row.cells, after.cells, strict=True)
             if a.field)) if times > 1 else ""
-        yield _Fold(tuple(part), times, every[at + period * times - 1].last, change)
+        yield _RepeatedRows(tuple(part), times, every[at + period * times - 1].last, change)
         at += period * times
 
 
-def _times(every: Sequence[Row], at: int, period: int) -> int:
+def _count_repeats(every: Sequence[Row], at: int, period: int) -> int:
     """How often the rows from `at` on repeat with a period and equal steps of their elements."""
     times = 1
     steps: list[tuple[int, ...]] | None = None
@@ -270,7 +270,7 @@ def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int)
 
 def _elements(tensor: Tensor) -> Iterator[Cell]:
     """Runs of a record's bits that are adjacent in one element, low bits first."""
-    bits = spread({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
+    bits = record_bits({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
     start = 0
     while start < len(bits):
@@ -291,7 +291,7 @@ def _draw_row(program: Program, row: Row, colours: dict[str, str], y: int) -> li
         width = 96 * cell.width
         drawn.append(_box(x, y, width, 24, colours.get(cell.field, "#999999"), "0.35"))
         label = cell.label() if width > 200 or len(cell.label()) * 7 < width else cell.field
-        note = f" {_bits(program, cell)}" if width > 200 else ""
+        note = f" {_bits_text(program, cell)}" if width > 200 else ""
         drawn.append(_text(x + width // 2, y + 16, label + note, 11, "middle"))
         x += width
     return drawn

@@ -12,7 +12,7 @@ from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
 from qdsl.compiler.spec.source import SpecError
-from qdsl.core.places import UnknownSpec, find
+from qdsl.core.places import UnknownSpec, find_spec
 
 
 def drawing(name: str, digest: str, path: str, storage: str, params: Mapping[str, int | str]) -> str:
@@ -20,11 +20,11 @@ def drawing(name: str, digest: str, path: str, storage: str, params: Mapping[str
 
     Raises UnknownSpec if the spec is not there or is another one by now, OSError if it cannot be read.
     """
-    programs = _programs(path or str(find(name)), digest)
+    programs = _programs(path or str(find_spec(name)), digest)
     chosen = [program for program in programs
               if program.storage == storage and all(params[key] == value for key, value in program.params.items()
                                                     if isinstance(value, int))]
-    return picture.svg(page.distinct(chosen)) if chosen else ""
+    return picture.svg_picture(page.distinct_layouts(chosen)) if chosen else ""
 
 
 @lru_cache(maxsize=8)

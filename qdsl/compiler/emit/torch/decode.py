@@ -74,7 +74,7 @@ def decode_body(programs: Sequence[Program]) -> DecodeBody:
     taken |= {together.field} if together else set()
     taken |= {copied.name} if copied else set()
     prepared = [line for field in read if field.name not in taken
-                for line in _prepare_field(programs, fields, field, rows, columns, optional)]
+                for line in _convert_field(programs, fields, field, rows, columns, optional)]
     lines += _sort_lines(prepared, fields)
     names: dict[str, str] = {}
     for number, value in lookups.items():
@@ -305,7 +305,7 @@ def _gather_lines(fields: Sequence[Field], optional: Collection[str]) -> list[st
 
 
 
-def _prepare_field(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: AxisLevels, columns: AxisLevels,
+def _convert_field(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: AxisLevels, columns: AxisLevels,
                    optional: Sequence[str]) -> list[str]:
     """A line that converts a field to a computing type and the common axes; none if it has both."""
     text = _broadcast_text(programs, fields, field, rows, columns, optional)

@@ -44,7 +44,7 @@ class JoinedTable:
 
 def joint(program: Program) -> JoinedTable | None:
     """The last such step, if it contains all uses of the row or the field."""
-    candidates = [candidate for step in range(len(program.values)) if (candidate := _joined_at(program, step)) is not None]
+    candidates = [candidate for step in range(len(program.values)) if (candidate := _joined_table(program, step)) is not None]
     return candidates[-1] if candidates else None
 
 
@@ -58,13 +58,13 @@ def joined_table_lines(program: Program) -> list[str]:
     return [f"{constant(step.name)} = {of}.with_codes(lambda {step.table}, {step.field}: {text}, {step.codes})"]
 
 
-def _joined_at(program: Program, step: int) -> JoinedTable | None:
-    leaves = _leaves(program, step)
+def _joined_table(program: Program, step: int) -> JoinedTable | None:
+    leaves = _lookup_leaves(program, step)
     rows = [leaf for leaf in leaves if leaf.op == "table"]
     fields = [program.field(leaf.name) for leaf in leaves if leaf.op == "field"]
     if program.values[step].op == "float" or len(rows) != 1 or len(fields) != 1:
         return None
-    if sum(leaf in leaves for leaf in _leaves(program, len(program.values) - 1)) > 2:
+    if sum(leaf in leaves for leaf in _lookup_leaves(program, len(program.values) - 1)) > 2:
         return None
     row, field = program.field(program.values[rows[0].args[0]].name), fields[0]
     shape = program.spec.table(rows[0].name).shape
@@ -75,9 +75,9 @@ def _joined_at(program: Program, step: int) -> JoinedTable | None:
     return candidate if candidate.rows * candidate.codes <= MOST and candidate.name not in others else None
 
 
-def _leaves(program: Program, step: int) -> list[Value]:
+def _lookup_leaves(program: Program, step: int) -> list[Value]:
     """The fields and table entries that a step computes with, without row indices."""
     value = program.values[step]
     if value.op in ("field", "entry", "row") or (value.op == "table" and len(program.spec.table(value.name).shape) > 1):
         return [value]
-    return [leaf for arg in value.args for leaf in _leaves(program, arg)]
+    return [leaf for arg in value.args for leaf in _lookup_leaves(program, arg)]

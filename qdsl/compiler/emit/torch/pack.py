@@ -8,25 +8,25 @@ from math import prod
 from qdsl.compiler.emit import tensors as ts
 from qdsl.compiler.emit.digits import Digit, Lane, SliceCut
 from qdsl.compiler.emit.lines import assign_text, indent, mapping
-from qdsl.compiler.emit.row_codes import codes_lines
+from qdsl.compiler.emit.row_codes import row_codes_lines
 from qdsl.compiler.emit.torch.sections import join_sections
-from qdsl.compiler.emit.views import BYTES, Chain, Label, region
+from qdsl.compiler.emit.views import BYTES, Chain, Label, view_bytes
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
-from qdsl.core.layout import Slice
+from qdsl.core.layout import FieldSlice
 
 
 def pack_body(program: Program) -> list[str]:
     """Statements that build the dict of stored tensors from fields; an optional tensor that equals its field may be None."""
-    lines = codes_lines(program)
+    lines = row_codes_lines(program)
     entries: dict[str, list[str]] = {}
     optional: list[str] = []
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
         chain = _pack_plain(program, tensor, tensor.placements[0]) if ts.is_plain(program, tensor) else \
             _stack_planes(program, tensor) if ts.element_placements(program, tensor) else _pack_records(program, tensor, lines)
-        text = ts.to_axes(tensor, chain)
+        text = ts.restore_axes_text(tensor, chain)
         if tensor.optional and text != tensor.placements[0].field:
             optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
                          f'    tensors["{tensor.name}"] = {text}']
@@ -125,7 +125,8 @@ def _allocation_line(tensor: Tensor, name: str, size: int, filled: bool) -> str:
         f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={device})"
 
 
-def _store_slice(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> bool:
+def _store_slice(program: Program, tensor: Tensor, placement: Placement, part: FieldSlice, records: Chain,
+                 lines: list[str]) -> bool:
     """Write one slice into the records: assign bytes of its own, or shared ones.  Returns whether it shares bytes."""
     field = program.field(placement.field)
     cuts = ts.cut_slice(tensor, placement, part)
@@ -133,7 +134,7 @@ def _store_slice(program: Program, tensor: Tensor, placement: Placement, part: S
     others = [other for p in tensor.placements for other in (*p.slices, *p.copies) if other is not part]
     shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
     for skip in cuts.skips:
-        view = region(records, cuts, skip, tensor.record_bits // 8)
+        view = view_bytes(records, cuts, skip, tensor.record_bits // 8)
         if view is None:
             raise ts.Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
         target, digits = view
@@ -145,9 +146,9 @@ def _store_slice(program: Program, tensor: Tensor, placement: Placement, part: S
     return shared
 
 
-def _may_share(a: Slice, b: Slice) -> bool:
+def _may_share(a: FieldSlice, b: FieldSlice) -> bool:
     """Whether two slices may have a byte in common."""
-    def ends(part: Slice) -> tuple[int, int]:
+    def ends(part: FieldSlice) -> tuple[int, int]:
         first = part.offset + sum(layout.first for layout in part.dims)
         last = part.offset + sum(layout.last for layout in part.dims) + part.room - 1
         return first // 8, last // 8
@@ -249,7 +250,7 @@ def _shifted_digits(field: Field, cuts: SliceCut, split: Chain, lanes: list[Lane
     return Chain(f'base3([{texts}], "{field.name}")', picked[0].labels)
 
 
-def _masked_text(field: Field, part: Slice, text: str, wide: str = "", has_sign: bool = False) -> str:
+def _masked_text(field: Field, part: FieldSlice, text: str, wide: str = "", has_sign: bool = False) -> str:
     """The slice's bits of an element, at bit 0, in dtype `wide`.  has_sign: mask a sign bit that would be extended."""
     if part.width == field.bits and not ts.is_signed(field):
         return f"({text}{wide} & {(1 << part.width) - 1})" if has_sign else text + wide

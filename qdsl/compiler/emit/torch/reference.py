@@ -78,7 +78,7 @@ def encode_function(program: Program) -> list[str]:
     encode = program.encode
     assert encode is not None
     scheme = SCHEMES[encode.scheme]
-    run, apart = _flat_run(program, encode)
+    run, apart = _flat_block_size(program, encode)
     sizes = [f"{size}: int" for size in program.sizes]
     types = [f"{key}: str" for key, value in program.params.items() if isinstance(value, str)]
     named = [*sizes, *types, *(["importance: Tensor | None = None"] if encode.importance else [])]
@@ -98,7 +98,7 @@ def encode_function(program: Program) -> list[str]:
                      f"return {{{', '.join(f'{quoted(name)}: {texts[name]}' for name in order)}}}"])]
 
 
-def _flat_run(program: Program, encode: Encode) -> tuple[Index | None, bool]:
+def _flat_block_size(program: Program, encode: Encode) -> tuple[Index | None, bool]:
     """How many weights share a value in blocks of the flat weight, or None; and whether those weights are apart.
 
     They are apart if they are a column of the matrix [group, -1].

@@ -14,10 +14,10 @@ from qdsl.compiler.emit.digits import Digit, Lane, SliceCut
 from qdsl.compiler.emit.lines import assign_text, indent, mapping
 from qdsl.compiler.emit.row_codes import field_entry
 from qdsl.compiler.emit.torch.sections import cut_lines
-from qdsl.compiler.emit.views import BYTES, Chain, Label, region
+from qdsl.compiler.emit.views import BYTES, Chain, Label, view_bytes
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
-from qdsl.core.layout import Slice
+from qdsl.core.layout import FieldSlice
 
 
 def unpack_body(program: Program) -> list[str]:
@@ -90,7 +90,7 @@ def _view_records(tensor: Tensor) -> Chain:
     """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
     chain = ts.digits_in_order(tensor)
     order = ts.axis_labels(tensor)
-    if _runs_across(tensor):
+    if _is_transposed(tensor):
         text = f"as_type({ts.strip_parens(ts.shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
         return Chain(f"{text}.unflatten(0, (-1, {tensor.record_bits // 8}))", (order[0], BYTES, order[1]))
     if tensor.record_bits == 8:
@@ -105,7 +105,7 @@ def _view_records(tensor: Tensor) -> Chain:
     return Chain(text, (*order, BYTES))
 
 
-def _runs_across(tensor: Tensor) -> bool:
+def _is_transposed(tensor: Tensor) -> bool:
     """Whether a record's elements lie along the tensor's last axis, which is not the field's last axis.
 
     Then the bytes are transposed as a matrix, and extracted parts already lie along the field's last axis.
@@ -117,7 +117,8 @@ def _runs_across(tensor: Tensor) -> bool:
     return alone and placement.plain and len(tensor.axes) == 2 and across and inside_byte and part.extents[-1] == 1
 
 
-def _unpack_slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
+def _unpack_slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[FieldSlice], records: Chain,
+                   lines: list[str],
                    taken: set[str]) -> str:
     """The same bits of all elements, in the field's shape."""
     alone = len(ranges) == 1
@@ -132,7 +133,7 @@ def _unpack_slices(field: Field, tensor: Tensor, placement: Placement, ranges: S
     return ts.field_shifted(tensor, field, _cropped_text(tensor, placement, field, chain.text), -1)
 
 
-def _unpack_slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
+def _unpack_slice(field: Field, tensor: Tensor, placement: Placement, part: FieldSlice, records: Chain, lines: list[str],
                   taken: set[str], alone: bool) -> Chain:
     """The bits of one slice with an axis per coordinate; if ranges follow, the last axis has its records apart."""
     cuts = ts.cut_slice(tensor, placement, part)
@@ -155,7 +156,7 @@ def _record_region(tensor: Tensor, cuts: SliceCut, records: Chain, skip: int, si
     """The bytes (or elements of `size` bytes) of a slice."""
     if BYTES not in records.labels:
         return records, ()
-    view = region(records, cuts, skip, tensor.record_bits // 8 // size)
+    view = view_bytes(records, cuts, skip, tensor.record_bits // 8 // size)
     if view is None:
         raise ts.Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
     return view
@@ -191,7 +192,7 @@ def _unpack_lanes(field: Field, tensor: Tensor, cuts: SliceCut, records: Chain, 
     sources = {skip: _view_container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
     is_transposed = BYTES in records.labels[:-1]
-    if cuts.spread_arguments and not is_transposed and _label_place(one.labels, cuts.bits[0]) == len(one.labels):
+    if cuts.spread_arguments and not is_transposed and _new_axis_position(one.labels, cuts.bits[0]) == len(one.labels):
         neighbours = Chain(f"spread({one.text}, {cuts.spread_arguments})", (*one.labels, cuts.bits[0]))
         return neighbours if field.bits <= 8 else neighbours.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
@@ -205,7 +206,7 @@ def _unpack_lanes(field: Field, tensor: Tensor, cuts: SliceCut, records: Chain, 
         ".to(torch.int32)" if cuts.container > 3 and field.bits > 8 else ""       # `integer` returns int64 for more than 3 bytes
     if len(texts) == 1:
         return Chain(f"{'first_trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
-    place = _label_place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
+    place = _new_axis_position(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
@@ -226,7 +227,7 @@ def _view_container(tensor: Tensor, cuts: SliceCut, records: Chain, skip: int) -
     return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
 
 
-def _label_place(labels: tuple[Label, ...], lane: Digit) -> int:
+def _new_axis_position(labels: tuple[Label, ...], lane: Digit) -> int:
     """The position of the new axis that keeps the digits of coordinates in order: before the first faster digit."""
     for place, label in enumerate(labels):
         if isinstance(label, Digit) and (label.axis, -label.weight) > (lane.axis, -lane.weight):

@@ -20,7 +20,7 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, IterationUnits, Placement, Program, Tensor, UnrolledDigit, Value
 from qdsl.compiler.passes.samples import axis_divisor
-from qdsl.core.layout import Layout, Slice, split
+from qdsl.core.layout import FieldSlice, Layout, split_at_words
 
 PARAMETERS = ("tensors", "live", "N", "K", "sizes", "use", "state")
 TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -139,9 +139,9 @@ class Decoder:
         self.lanes = [lane.name for lane in tile.lanes]
         self.whole: dict[str, str] = {}
 
-    def weight(self) -> str:
+    def weight_text(self) -> str:
         """The formula over the variables that hold the fields."""
-        names = {field.name: self.field(field) for field in self.program.fields
+        names = {field.name: self.field_variable(field) for field in self.program.fields
                  if any(value.op == "field" and value.name == field.name for value in self.program.values)}
         for value in self.program.values:
             if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
@@ -150,9 +150,9 @@ class Decoder:
         for number, value in enumerate(self.program.values):
             if value.op == "digit" and number in computed:
                 index = self.digit(value)
-                names[step_name(number)] = self.body.add(self.level(index), "digit", shown(index))
+                names[step_name(number)] = self.body.add(self.innermost_level(index), "digit", shown(index))
             elif value.op in ("entry", "row"):
-                names[step_name(number)] = self.entry(value, names)
+                names[step_name(number)] = self.load_entry(value, names)
         return formula(self.program, TRITON, names, 0)
 
     def digit(self, value: Value) -> Index:
@@ -162,9 +162,9 @@ class Decoder:
     def column(self, columns: int, axis: str = "k") -> str:
         """A variable that holds k, or n, modulo the length of a table's row."""
         index = ix.mod(self.coordinate(axis), columns, self.tile.domain)
-        return self.body.add(self.level(index), "column", shown(index))
+        return self.body.add(self.innermost_level(index), "column", shown(index))
 
-    def entry(self, value: Value, names: Mapping[str, str]) -> str:
+    def load_entry(self, value: Value, names: Mapping[str, str]) -> str:
         """A variable that holds a stored table's number, at decode's entry or row."""
         field = self.program.field(value.name)
         at = [self.substitute(i, {"n": self.coordinate("n"), "k": self.coordinate("k")}) for i in field.index]
@@ -172,11 +172,11 @@ class Decoder:
         before = field.table[:-1 - len(columns)]
         at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
         row = self.program.values[value.args[0]]
-        at += [self.digit(row) if row.op == "digit" else name(self.place(value.args[0], names))]
+        at += [self.digit(row) if row.op == "digit" else name(self.step_variable(value.args[0], names))]
         at += [name(self.column(length, self.program.row_axis(value))) for length in columns]
         return self.load_at(field, at, "")
 
-    def place(self, step: int, names: Mapping[str, str]) -> str:
+    def step_variable(self, step: int, names: Mapping[str, str]) -> str:
         """A variable that holds the integer of a step of decode."""
         if self.program.values[step].op == "field":
             return names[self.program.values[step].name]
@@ -187,7 +187,7 @@ class Decoder:
         """The row ('n') or column ('k') of a weight in the loops of a unit."""
         return self.tile.n if axis == "n" else self.tile.k
 
-    def level(self, *indices: Index, guard: str = "") -> int:
+    def innermost_level(self, *indices: Index, guard: str = "") -> int:
         """The innermost loop with a lane or variable that an expression reads."""
         read = set().union(*(index.names() for index in indices))
         outside = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
@@ -195,7 +195,7 @@ class Decoder:
                     + [self.body.level(variable, guard) for variable in read if self.body.sees(variable, guard)], default=0)
         return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
-    def mask(self, level: int) -> str:
+    def load_condition(self, level: int) -> str:
         """The condition for loading a value of this level."""
         if level == 0:
             return f"{self.tile.rows} < {shown(self.tile.row_count)}"
@@ -203,20 +203,20 @@ class Decoder:
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
-    def field(self, field: Field) -> str:
+    def field_variable(self, field: Field) -> str:
         """The variable with a field's value, under both conditions if it reads an optional tensor."""
         program = self.program
         coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
         gathers = [by for index in field.index if (by := ix.gathered_by(index)) is not None]
         if field.name in program.where:
             default = ix.substitute(program.where[field.name], coordinates, self.tile.domain)
-            return self.body.add(self.level(default), field.name, shown(default))
+            return self.body.add(self.innermost_level(default), field.name, shown(default))
         stored = {p.field: t for t in program.tensors for p in t.placements}
         alternative = ""
         if field.name in program.defaults:
             tensor = stored[field.name].name
             default = ix.substitute(program.defaults[field.name], coordinates, self.tile.domain)
-            self.body.add(self.level(default), field.name, _default(field, default), f"{tensor} is None")
+            self.body.add(self.innermost_level(default), field.name, _default(field, default), f"{tensor} is None")
             alternative = f"{tensor} is not None"
         if not gathers:
             return self.load_field(field, coordinates, alternative)
@@ -236,7 +236,7 @@ class Decoder:
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
         """The group of a column, if it is computed and not stored."""
         text = ix.substitute(value, coordinates, self.tile.domain)
-        return name(self.body.add(self.level(text), index, shown(text), guard))
+        return name(self.body.add(self.innermost_level(text), index, shown(text), guard))
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
         """The value of a field for the weight at these coordinates."""
@@ -301,7 +301,7 @@ class Decoder:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def load_slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
+    def load_slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[FieldSlice], index: list[Index],
                    guard: str) -> tuple[int, str]:
         """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
         domain = self.tile.domain
@@ -317,11 +317,11 @@ class Decoder:
         level, text = self.load_bits(field, tensor, whole, records, local, guard)
         whole_places = [replace(part, offset=0, dims=part.places) for part in ranges]
         place = self.choose_range(f"{field.name}_place", whole_places, local, guard)
-        if self.level(place, guard=guard) > level:
+        if self.innermost_level(place, guard=guard) > level:
             text = self.body.add(level, f"{field.name}_byte", text, guard)
-        return max(level, self.level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
+        return max(level, self.innermost_level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
 
-    def choose_range(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
+    def choose_range(self, target: str, ranges: Sequence[FieldSlice], local: Sequence[Index], guard: str) -> Index:
         """The place of an element by the slice for its range, as an expression or a variable."""
         bits = [self.bit(part, [*local[:-1], *(index - part.start for index in local[-1:])]) for part in ranges]
         if all(bit == bits[0] for bit in bits):
@@ -329,31 +329,32 @@ class Decoder:
         text = shown(bits[-1])
         for part, bit in reversed(list(zip(ranges[1:], bits, strict=False))):
             text = f"tl.where({shown(local[-1])} < {part.start}, {shown(bit)}, {text})"
-        return name(self.body.add(self.level(*bits, *local[-1:], guard=guard), target, text, guard))
+        return name(self.body.add(self.innermost_level(*bits, *local[-1:], guard=guard), target, text, guard))
 
-    def load_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
+    def load_bits(self, field: Field, tensor: Tensor, ranges: Sequence[FieldSlice], records: Mapping[str, Index],
+                  local: list[Index],
                   guard: str) -> tuple[int, str]:
         """(loop, text) of the bits of one slice."""
         part = ranges[0]
         number = field.number
         bits = tensor.element.bits
         if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits and len(ranges) == 1:
-            whole = split(part, part.width)
+            whole = split_at_words(part, part.width)
             if whole is not None and whole[0].offset == 0 and is_aligned(tensor, part.width // bits):
                 return self.load_as_type(tensor, whole[1], records, local, number.name, guard)
-        cut = [pair for part in ranges if (pair := split(part, bits)) is not None]
+        cut = [pair for part in ranges if (pair := split_at_words(part, bits)) is not None]
         if len(cut) < len(ranges):
             bit = self.choose_range(f"{field.name}_bit", ranges, local, guard)
             return self.load_straddling(field, tensor, part, records, bit, guard)
         shift, step = (self.choose_range(f"{field.name}_{what}", sides, local, guard)
                        for what, sides in zip(("shift", "at"), zip(*cut, strict=True), strict=True))
         loaded = self.load_word(tensor, records, step, guard)
-        level = self.level(*records.values(), step, guard=guard)
+        level = self.innermost_level(*records.values(), step, guard=guard)
         if part.width == bits and tensor.stored is None and not _is_in_integer(field, tensor):
             if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
                 return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
-        if self.level(shift, guard=guard) > level or tensor.stored is not None:
+        if self.innermost_level(shift, guard=guard) > level or tensor.stored is not None:
             loaded = self.body.add(level, f"{field.name}_word", self.undo_stored_change(tensor, loaded), guard)
             bits = 32 if tensor.stored is not None and tensor.stored.field is None else bits
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
@@ -362,13 +363,13 @@ class Decoder:
             text = self.undo_change(tensor, field, f"({text})")
         if _is_in_integer(field, tensor) and part.width == field.bits:
             text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
-        return max(level, self.level(shift, guard=guard)), text
+        return max(level, self.innermost_level(shift, guard=guard)), text
 
-    def bit(self, part: Slice, index: Sequence[Index]) -> Index:
+    def bit(self, part: FieldSlice, index: Sequence[Index]) -> Index:
         """part.bit(index), as an expression."""
-        return ix.combine([(self.position(layout, i), 1) for layout, i in zip(part.dims, index, strict=True)]) + part.offset
+        return ix.combine([(self.layout_index(layout, i), 1) for layout, i in zip(part.dims, index, strict=True)]) + part.offset
 
-    def position(self, layout: Layout, index: Index) -> Index:
+    def layout_index(self, layout: Layout, index: Index) -> Index:
         """layout(index), as an expression."""
         total = Index(layout.offset)
         weight = 1
@@ -385,7 +386,7 @@ class Decoder:
             text = f"{text}.to(tl.int32)"
         return text if tensor.stored is None or tensor.stored.field is not None else tensor.stored.text(text, -1)
 
-    def load_as_type(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
+    def load_as_type(self, tensor: Tensor, words: FieldSlice, records: Mapping[str, Index], local: list[Index], kind: str,
                      guard: str) -> tuple[int, str]:
         """A float that fills several elements of the tensor and is aligned to its size, loaded through its own pointer."""
         size = words.width // tensor.element.bits
@@ -393,27 +394,28 @@ class Decoder:
         typed = f"{pointer(tensor)}_{kind}"
         rows = self.record_base(tensor, records)
         self.add_once_before_units(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
-        level = self.level(*records.values(), step, guard=guard)
+        level = self.innermost_level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size, rows)
         place = f"{typed} + {shown(offset)}" if offset != Index(0) else typed
-        return level, f"tl.load({place}, {self.mask(level)}, 0)"
+        return level, f"tl.load({place}, {self.load_condition(level)}, 0)"
 
-    def load_straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
+    def load_straddling(self, field: Field, tensor: Tensor, part: FieldSlice, records: Mapping[str, Index], bit: Index,
                         guard: str) -> tuple[int, str]:
         """Bits across elements: from all words of the record at a constant bit, or from the words around a variable bit."""
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
-            level = self.level(*records.values(), guard=guard)
+            level = self.innermost_level(*records.values(), guard=guard)
             words = [self.body.add(level, f"{field.name}_{i}", self.load_word(tensor, records, Index(i), guard), guard)
                      for i in range(tensor.words)]
             words_name = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
-            return self.level(bit), self.undo_change(tensor, field, f"device.bits({words_name}, {shown(bit)}, {part.width})")
+            text = f"device.bits({words_name}, {shown(bit)}, {part.width})"
+            return self.innermost_level(bit), self.undo_change(tensor, field, text)
         rows = self.record_base(tensor, records)
-        level = self.level(*records.values(), bit, guard=guard)
+        level = self.innermost_level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1, rows)
         step = word_step(tensor)
         text = (f"device.stream({pointer(tensor)} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
-                f"{tensor.element.bits}, {self.mask(level)})")
+                f"{tensor.element.bits}, {self.load_condition(level)})")
         return level, self.undo_change(tensor, field, text)
 
     def undo_change(self, tensor: Tensor, field: Field, text: str) -> str:
@@ -429,11 +431,11 @@ class Decoder:
         """The load of an element of a tensor, for these indices of its records."""
         rows = self.record_base(tensor, records)
         offset = self.offset(tensor, records, step, 1, rows)
-        level = self.level(*records.values(), step, guard=guard)
+        level = self.innermost_level(*records.values(), step, guard=guard)
         place = f"{pointer(tensor)} + {shown(offset)}" if offset != Index(0) else pointer(tensor)
         if not tensor.vars:
             return f"tl.load({place})"
-        return f"tl.load({place}, {self.mask(level)}{self.address_bound(tensor, records, step)}, 0)"
+        return f"tl.load({place}, {self.load_condition(level)}{self.address_bound(tensor, records, step)}, 0)"
 
     def address_bound(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
         """A further condition for words after the first of a record, if the last record may be partial."""

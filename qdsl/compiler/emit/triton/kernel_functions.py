@@ -31,7 +31,7 @@ def _decode_lines(program: Program) -> list[str]:
     _mask_lines(at, body)
     decoder = Decoder(program, at, body)
     row = substitute(at.n, {at.rows: Index(0)}, at.domain)
-    handed = ["state", "k" if at.unit == "k" else shown(at.k), decoder.weight(), decoder.mask(len(at.lanes) + 1),
+    handed = ["state", "k" if at.unit == "k" else shown(at.k), decoder.weight_text(), decoder.load_condition(len(at.lanes) + 1),
               *([shown(row)] if row != Index(0) else [])]
     count = prod(lane.extent for lane in at.lanes)
     last = f"{'state =' if at.lanes else 'return'} use({', '.join(handed)})"

@@ -17,9 +17,9 @@ from qdsl.compiler.emit.literals import bare_tuple, not_empty, quoted, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
-from qdsl.compiler.emit.triton.matrix_unit_layout import Group, Plan, argument, matrix_unit_plan
-from qdsl.compiler.emit.triton.records import Record
-from qdsl.compiler.ir.program import Affine, Program, Terms
+from qdsl.compiler.emit.triton.matrix_unit_layout import GroupNumbers, MatrixUnitPlan, argument, matrix_unit_plan
+from qdsl.compiler.emit.triton.records import RecordWords
+from qdsl.compiler.ir.program import AffineDecode, Program, Terms
 from qdsl.compiler.passes.derive_planar import IN_REGISTERS
 
 FUNCTIONS = ("words", "table", "start", "fields", "scale", "finish")
@@ -40,7 +40,7 @@ def matrix_unit_functions(program: Program) -> list[str]:
     return lines if any(lines) else []
 
 
-def _record_functions(plan: Plan, record: Record) -> list[str]:
+def _record_functions(plan: MatrixUnitPlan, record: RecordWords) -> list[str]:
     """The lines of the functions for records as they are stored."""
     loads = [line for name in plan.affine.fields
              for line in records.field_lines(record, plan.program.field(name), f"{argument(name)}_g")]
@@ -50,12 +50,12 @@ def _record_functions(plan: Plan, record: Record) -> list[str]:
                   values=bare_tuple(names), scale=[] if _shared_name(plan.groups, scale) else scale)
 
 
-def kernels_record(plan: Plan) -> str:
+def kernels_record(plan: MatrixUnitPlan) -> str:
     """The record of a storage's kernels (runtime/weight/matrix_unit.py)."""
     storage = plan.program.storage
     raw = {"raw": f"bitplanes.raw_{plan.code.name}"} if plan.has_parts and not plan.takes_sums else {}
     families = {"skinny": {} if plan.record is None else None, "gemv": None if plan.stored or plan.late else raw,
-                "tile_gemm": _tile_options(plan) if plan.has_tiles else None}
+                "tile_gemm": _storage_traits(plan) if plan.has_tiles else None}
     shown = (f"{quoted(name)}: {{{', '.join(f'{quoted(key)}: {value}' for key, value in options.items())}}}"
              for name, options in families.items() if options is not None)
     parts = [_codes_record(plan), _sums_record(plan), f"{{{', '.join(shown)}}}"]
@@ -73,16 +73,16 @@ def _call(name: str, *arguments: str) -> str:
     return f"{name}({', '.join(filter(None, arguments))})"
 
 
-def _codes_record(plan: Plan) -> str:
+def _codes_record(plan: MatrixUnitPlan) -> str:
     signed = plan.code.kind == "signed" and plan.integer and not plan.book
     return _call(
-        "Codes", _numbers_text(plan), f"words={_words(plan)}" if plan.record is None else "",
+        "Codes", _code_converter(plan), f"words={_words(plan)}" if plan.record is None else "",
         f"width={plan.lies[0]}, bits={plan.lies[1]}" if plan.lies != (4, 4) else "", "signed=True" if signed else "",
         f"unit={plan.unit}" if plan.unit != (2.0 ** 24, 1.0) else "", f"base={plan.base}" if plan.base != (0, 128) else "",
         _levels_text(plan), "in_order=True" if plan.stored else "")
 
 
-def _sums_record(plan: Plan) -> str:
+def _sums_record(plan: MatrixUnitPlan) -> str:
     storage = plan.program.storage
     if plan.record is not None:
         functions = [f"scale={_shared_name(plan.groups, _scaled_sum_lines(plan, [])) or f'_scale_{storage}'}"]
@@ -96,7 +96,7 @@ def _sums_record(plan: Plan) -> str:
                  "ones=True" if takes_ones else "")
 
 
-def _tile_options(plan: Plan) -> dict[str, object]:
+def _storage_traits(plan: MatrixUnitPlan) -> dict[str, object]:
     """What a storage says to the family of many rows."""
     spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
     steps = tuple(spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes)
@@ -109,24 +109,24 @@ def _tile_options(plan: Plan) -> dict[str, object]:
 # -- codes ------------------------------------------------------------------------------------------------------------
 
 
-def _words(plan: Plan) -> str:
+def _words(plan: MatrixUnitPlan) -> str:
     """The function that loads the words of a chunk of 128 columns, with codes from the storage's first tensors."""
     return f"bitplanes.words_{plan.code.bits}" if plan.first == 0 else f"_words_{plan.program.storage}"
 
 
-def _numbers_text(plan: Plan) -> str:
+def _code_converter(plan: MatrixUnitPlan) -> str:
     """The function that turns codes into numbers."""
     if plan.book is not None:
         return f"bitplanes.{plan.book.function}"
     return f"bitplanes.{'ordered_' if plan.record and plan.code.is_float else ''}{plan.code.name}"
 
 
-def _is_exact(plan: Plan) -> bool:
+def _is_exact(plan: MatrixUnitPlan) -> bool:
     """Whether operands of many rows have the zero point subtracted."""
     return plan.exact_zero is not None or plan.point is not None
 
 
-def _zero_fraction(plan: Plan) -> tuple[int, int]:
+def _zero_fraction(plan: MatrixUnitPlan) -> tuple[int, int]:
     """The number to add to codes for operands of many rows, minus the operands' base: for float16 and bfloat16."""
     if not plan.integer or plan.point is not None:               # a zero point includes the operands' base
         return 0, 0
@@ -142,7 +142,7 @@ SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
 LOOKED_UP_SPANS = {(2, 2): 2, (2, 1): 2, (4, 1): 1}              # the same for codes that index a table
 
 
-def _table_code(plan: Plan) -> list[str]:
+def _table_code(plan: MatrixUnitPlan) -> list[str]:
     """Lines that return a table's words, and the byte that makes its integers numbers."""
     if not isinstance(plan.book, Codebook):
         return []
@@ -175,7 +175,7 @@ def _without_repeats(words: list[int]) -> list[int | None]:
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _levels_text(plan: Plan) -> str:
+def _levels_text(plan: MatrixUnitPlan) -> str:
     """The argument with the lookup table of codes; '' without one."""
     book = plan.book
     if isinstance(book, StoredTable):
@@ -191,7 +191,7 @@ def _block(text: str) -> str:
     return (text if text.isdigit() else f'"{text}"') if text else "0"
 
 
-def _group_text(group: Group) -> str:
+def _group_text(group: GroupNumbers) -> str:
     """How a family reads a field's values."""
     rows, columns = _block(group.rows), _block(group.columns)
     arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
@@ -213,21 +213,21 @@ SHARED = {
 }
 
 
-def _shared_name(groups: Sequence[Group], body: Sequence[str]) -> str:
+def _shared_name(groups: Sequence[GroupNumbers], body: Sequence[str]) -> str:
     """The shared function with these lines; '' if there is none."""
     places = {group.name: f"${place}" for place, group in enumerate(groups)}
     function = SHARED.get(tuple(WORD.sub(lambda word: places.get(word[0], word[0]), line) for line in body))
     return f"group_sums.{function}" if function else ""
 
 
-def _sum_functions(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
+def _sum_functions(plan: MatrixUnitPlan) -> list[tuple[str, str, Sequence[GroupNumbers], list[str]]]:
     """The functions that scale sums: name, kind of sum, numbers, and lines."""
     scale = [] if plan.late else _scaled_sum_lines(plan, plan.outer)      # none where nothing varies along K
-    functions = (("scale", "group", plan.inner, scale), ("finish", "row", plan.outer, _finish_lines(plan)))
+    functions = (("scale", "group", plan.inner, scale), ("finish", "row", plan.outer, _row_scale_lines(plan)))
     return [function for function in functions if function[-1]]
 
 
-def _finish_lines(plan: Plan) -> list[str]:
+def _row_scale_lines(plan: MatrixUnitPlan) -> list[str]:
     """Lines that scale `sum` by the numbers that are constant along K."""
     if plan.late:
         return _scaled_sum_lines(plan, [])
@@ -237,7 +237,7 @@ def _finish_lines(plan: Plan) -> list[str]:
     return [f"return lanes.plus(total, sum * {_tight(product)})"] if names else []
 
 
-def _scaled_sum_lines(plan: Plan, without: list[Group]) -> list[str]:
+def _scaled_sum_lines(plan: MatrixUnitPlan, without: list[GroupNumbers]) -> list[str]:
     """Lines that compute scale * (sum + zero * ones) + offset * ones from a sum of products of codes, without some factors."""
     affine = plan.affine
     lines: list[str] = []
@@ -262,7 +262,7 @@ def _scaled_sum_lines(plan: Plan, without: list[Group]) -> list[str]:
             f"return total + ones * lanes.offset({_terms_text(affine.offset, without)}, {factor}, BASE)"]
 
 
-def _terms_text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None) -> str:
+def _terms_text(terms: Terms, without: list[GroupNumbers], spec: Mapping[str, str] | None = None) -> str:
     """A sum of products over the fields, with their variables in functions, or as a spec has them.
 
     spec: the lookup tables of fields.
@@ -291,7 +291,7 @@ def _tight(text: str) -> str:
     return f"({text})" if " " in text or text.startswith("-") else text
 
 
-def _formula_line(plan: Plan) -> str:
+def _formula_line(plan: MatrixUnitPlan) -> str:
     """Decode's affine formula, for the docstring."""
     parts = (plan.affine.scale, plan.affine.zero, plan.affine.offset)
     scale, zero, offset = (_terms_text(part, [], plan.affine.lookups) for part in parts)
@@ -301,7 +301,7 @@ def _formula_line(plan: Plan) -> str:
     return text + (_signed(offset) if offset else "")
 
 
-def _code(affine: Affine) -> str:
+def _code(affine: AffineDecode) -> str:
     return f"{affine.table}[{affine.code}]" if affine.table else affine.code
 
 

@@ -12,9 +12,9 @@ from math import frexp
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, table_form
-from qdsl.compiler.emit.triton.records import Record
+from qdsl.compiler.emit.triton.records import RecordWords
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
+from qdsl.compiler.ir.program import AffineDecode, Field, Program, Tensor
 from qdsl.compiler.passes.derive_planar import (
     PLANAR,
     PLANES,
@@ -35,7 +35,7 @@ LOCALS = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupNumbers:
     """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted).
 
     kind: how its numbers are stored, as in group_numbers.number.
@@ -58,16 +58,16 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatrixUnitPlan:
     """The kernels' view of a planar program."""
 
     program: Program
-    affine: Affine
+    affine: AffineDecode
     code: Number
-    groups: tuple[Group, ...]
+    groups: tuple[GroupNumbers, ...]
     stored: str = ""                                             # the tensor, if rows are stored 8-bit codes
     book: Codebook | StoredTable | None = None                   # the lookup table of codes
-    record: Record | None = None                                 # set if records hold codes and groups
+    record: RecordWords | None = None                            # set if records hold codes and groups
     power: float = 1.0                                           # of two: weights are this times the affine formula
 
     @property
@@ -154,7 +154,7 @@ class Plan:
         return int(self.code.name[1])
 
     @cached_property
-    def outer(self) -> list[Group]:
+    def outer(self) -> list[GroupNumbers]:
         """The groups whose numbers scale a sum after the loop: factors that are constant along K, or all if nothing varies."""
         if self.late:
             return list(self.groups)
@@ -162,7 +162,7 @@ class Plan:
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
 
     @property
-    def inner(self) -> list[Group]:
+    def inner(self) -> list[GroupNumbers]:
         """The groups whose numbers scale a sum inside the loop along K."""
         return [group for group in self.groups if group not in self.outer]
 
@@ -209,7 +209,7 @@ class Plan:
         return int(value) if self.integer and not self.book and simple else None
 
     @property
-    def point(self) -> Group | None:
+    def point(self) -> GroupNumbers | None:
         """The zero point, if operands can have it subtracted: an unsigned integer of few bits per group."""
         zero = self.affine.zero
         if not self.has_tiles or self.code.kind != "unsigned" or self.book:
@@ -236,7 +236,7 @@ def argument(name: str) -> str:
     return f"{name}_" if name in LOCALS or name.endswith("_g") else name
 
 
-def matrix_unit_plan(program: Program) -> Plan | None:
+def matrix_unit_plan(program: Program) -> MatrixUnitPlan | None:
     """The plan of a storage; None for other layouts of codes, or groups that are not runs of 16, 32, 64 or m * 128 columns.
 
     Besides the planar storage: storages with 8-bit codes and group numbers in rows, or with 4-bit codes and group numbers in
@@ -249,7 +249,7 @@ def matrix_unit_plan(program: Program) -> Plan | None:
     record = records.record_layout(program)
     if record is not None and code is not None:
         groups = tuple(_group_of(program, program.field(name), record.tensor) for name in affine.fields)
-        return Plan(program, affine, code, groups, record=record)
+        return MatrixUnitPlan(program, affine, code, groups, record=record)
     tensors = {name: _tensor_holding_only(program, name) for name in (affine.code, *affine.fields)}
     shares = {}
     if program.storage == PLANAR:
@@ -265,7 +265,7 @@ def matrix_unit_plan(program: Program) -> Plan | None:
                    for name in affine.fields)
     code, affine, power = _codes_as_float(program, code, affine)
     book = _codebook_of(program, affine.table, 1 << code.bits) if affine.table else None
-    plan = Plan(program, affine, code, groups, present[affine.code], book, power=power)
+    plan = MatrixUnitPlan(program, affine, code, groups, present[affine.code], book, power=power)
     return plan if plan.supported and (book is not None or not affine.table) else None
 
 
@@ -279,7 +279,7 @@ def _codebook_of(program: Program, table: str, entries: int) -> Codebook | Store
                        entries) if field.table == (entries,) else None
 
 
-def _codes_as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine, float]:
+def _codes_as_float(program: Program, code: Number, affine: AffineDecode) -> tuple[Number, AffineDecode, float]:
     """The code's type, the affine formula, and a power of two to multiply it by.
 
     A table with the numbers of a small float times a power of two is treated as that float.
@@ -324,14 +324,14 @@ def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
     return all(coordinate(program, i) or str(i) == "k" for i in field.index)
 
 
-def _group_of(program: Program, field: Field, tensor: str) -> Group:
+def _group_of(program: Program, field: Field, tensor: str) -> GroupNumbers:
     assert field.number is not None and program.affine is not None
     blocks = dict(axis_blocks(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
-    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _group_kind(program, field),
-                 None if default is None else str(default), program.affine.lookups.get(field.name, ""),
-                 blocks_per_number(program, field))
+    return GroupNumbers(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _group_kind(program, field),
+                        None if default is None else str(default), program.affine.lookups.get(field.name, ""),
+                        blocks_per_number(program, field))
 
 
 def _group_kind(program: Program, field: Field) -> str:

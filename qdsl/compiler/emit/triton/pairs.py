@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.core.codecs import CODECS
-from qdsl.core.layout import Slice
+from qdsl.core.layout import FieldSlice
 
 COLUMNS, WORD, HALF = 8, 32, 16
 
@@ -68,7 +68,7 @@ def _pair_text(placement: Placement, name: str, column: int) -> str | None:
     return " | ".join(terms)
 
 
-def _moved(word: str, at: int, part: Slice) -> str:
+def _moved(word: str, at: int, part: FieldSlice) -> str:
     """A slice of both halves, moved from bit `at` to its place in the field."""
     shift = f"({word} >> {at - part.lo})" if at > part.lo else f"({word} << {part.lo - at})" if at < part.lo else word
     return f"({shift} & {((1 << part.width) - 1 << part.lo) * 0x00010001:#010x})"

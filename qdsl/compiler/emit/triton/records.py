@@ -19,7 +19,7 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.derive_planar import coordinate, is_code
-from qdsl.core.layout import Layout, Slice, strided_layout
+from qdsl.core.layout import FieldSlice, Layout, strided_layout
 from qdsl.core.numbers import Number
 
 COLUMNS, RUNS, RUN = 256, 8, 32                                  # columns and runs per record, columns per run
@@ -29,7 +29,7 @@ MAGNITUDE = 22                                                   # bits of an in
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FieldBits:
     """Bits [lo, lo + width) of a group's field; for each run the word and the bit where they begin."""
 
     lo: int
@@ -39,14 +39,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordWords:
     """Records of `size` words in a tensor: the start of codes, the first column of each run, and the parts of fields."""
 
     tensor: str
     size: int
     codes: int
     starts: Layout
-    fields: dict[str, tuple[Part, ...]]
+    fields: dict[str, tuple[FieldBits, ...]]
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Record:
         return self.loads.index(word // FOUR * FOUR) * FOUR + word % FOUR
 
 
-def record_layout(program: Program) -> Record | None:
+def record_layout(program: Program) -> RecordWords | None:
     """The layout of a storage's records; None if they do not meet the requirements."""
     affine = program.affine
     if affine is None or affine.table or affine.lookups or not affine.fields or len(program.tensors) != 1:
@@ -79,7 +79,7 @@ def record_layout(program: Program) -> Record | None:
     layout = strided_layout(starts)
     if layout is None or len(parts_of) < len(fields):
         return None
-    return Record(tensor.name, tensor.record_bits // WORD, first // WORD, layout, parts_of)
+    return RecordWords(tensor.name, tensor.record_bits // WORD, first // WORD, layout, parts_of)
 
 
 def _holds_rows(tensor: Tensor) -> bool:
@@ -107,24 +107,24 @@ def _code_starts(placement: Placement) -> tuple[int, list[int]] | None:
     return first, [run[0] for run in runs]
 
 
-def _field_parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[Part, ...] | None:
+def _field_parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[FieldBits, ...] | None:
     """The parts of a field with a number per row and group of columns, each inside words."""
     block = COLUMNS // placement.extents[-1]
     where = [coordinate(program, index) for index in field.index]
     if where != [("n", "1"), ("k", str(block))] or block % RUN or not _is_number(field.number, placement.slices):
         return None
-    parts: list[Part] = []
+    parts: list[FieldBits] = []
     if placement.ranges > 1 or any(part.places for part in placement.slices):
         return None
     for part in placement.slices:
         at = [part.bit((0, start // block)) for start in starts]
         if any(bit % WORD + part.width > WORD for bit in at):
             return None
-        parts.append(Part(part.lo, part.width, tuple(bit // WORD for bit in at), tuple(bit % WORD for bit in at)))
+        parts.append(FieldBits(part.lo, part.width, tuple(bit // WORD for bit in at), tuple(bit % WORD for bit in at)))
     return tuple(parts)
 
 
-def _is_number(number: Number | None, slices: Sequence[Slice]) -> bool:
+def _is_number(number: Number | None, slices: Sequence[FieldSlice]) -> bool:
     if number is None:
         return False
     if number.is_float:
@@ -135,31 +135,31 @@ def _is_number(number: Number | None, slices: Sequence[Slice]) -> bool:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def start_text(record: Record) -> str:
+def start_text(record: RecordWords) -> str:
     """The start of run g, in pairs of columns."""
-    return ix.text(_strided(Layout(tuple((extent, stride // 2) for extent, stride in record.starts.modes),
-                                   record.starts.offset // 2), "g", RUNS))
+    return ix.text(_layout_index(Layout(tuple((extent, stride // 2) for extent, stride in record.starts.modes),
+                                        record.starts.offset // 2), "g", RUNS))
 
 
-def field_lines(record: Record, field: Field, target: str) -> Iterator[str]:
+def field_lines(record: RecordWords, field: Field, target: str) -> Iterator[str]:
     """Lines that assign a field's numbers of all runs, [W, 16, 8], from the words `head`; `lane` is c."""
     number = field.number
     assert number is not None
     parts = record.fields[field.name]
     if number.is_float:
-        low, high = (_words(record, parts[0], half, parts[0].bits) for half in range(2))
+        low, high = (_shifted_words(record, parts[0], half, parts[0].bits) for half in range(2))
         yield f"{target} = records.floats(tl.{FLOATS[number.name]}, {low}, {high})"
         return
-    step = _step(parts, number.bits)
+    step = _odd_run_step(parts, number.bits)
     names = ["both"] if step is not None else ["low", "high"]
     for half, variable in enumerate(names):
         for place, part in enumerate(parts):
-            yield f"{variable} {'|=' if place else '='} {_cut(record, part, half, step or 0)}"
+            yield f"{variable} {'|=' if place else '='} {_extract_part(record, part, half, step or 0)}"
     shown = "low, high" if step is None else f"both, both >> {step}" if step else "both, both"
     yield f"{target} = records.integers({number.bits}, {shown})"
 
 
-def _step(parts: Sequence[Part], bits: int) -> int | None:
+def _odd_run_step(parts: Sequence[FieldBits], bits: int) -> int | None:
     """How many bits an odd run's number is above the even one's, if one extraction serves both; 0: they are one number."""
     pairs = [(part, j) for part in parts for j in range(0, RUNS, 2)]
     steps = {part.bits[j + 1] - part.bits[j] for part, j in pairs}
@@ -169,14 +169,14 @@ def _step(parts: Sequence[Part], bits: int) -> int | None:
     return step if step == 0 or bits <= step < WORD - bits else None
 
 
-def _cut(record: Record, part: Part, half: int, step: int) -> str:
+def _extract_part(record: RecordWords, part: FieldBits, half: int, step: int) -> str:
     """A part of a field's number for even (half 0) or odd runs, at its place in the number; odd runs are `step` higher."""
     mask = (1 << part.width) - 1
     mask |= mask << step
     lower = [bit - part.lo for bit in part.bits]
     if min(lower) >= 0:
-        return f"{_words(record, part, half, lower)} & {_hex(mask << part.lo)}"
-    return f"({_words(record, part, half, part.bits)} & {_hex(mask)}) << {part.lo}"
+        return f"{_shifted_words(record, part, half, lower)} & {_hex(mask << part.lo)}"
+    return f"({_shifted_words(record, part, half, part.bits)} & {_hex(mask)}) << {part.lo}"
 
 
 def _hex(mask: int) -> str:
@@ -185,15 +185,15 @@ def _hex(mask: int) -> str:
     return f"0x{digits:0>{len(digits) + len(digits) % 2}}"
 
 
-def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
+def _shifted_words(record: RecordWords, part: FieldBits, half: int, lower: Sequence[int]) -> str:
     """The words with a part for lanes' even or odd runs, each shifted down by its run's bits."""
-    text = _pick([f"head[{record.place(word)}]" for word in part.words[half::2]])
+    text = _choose_by_lane([f"head[{record.place(word)}]" for word in part.words[half::2]])
     layout = strided_layout(lower[half::2])
-    moved = ix.text(_strided(layout, "lane", 4)) if layout else _pick(list(map(str, lower[half::2])))
+    moved = ix.text(_layout_index(layout, "lane", 4)) if layout else _choose_by_lane(list(map(str, lower[half::2])))
     return text if moved == "0" else f"{text} >> {moved}"
 
 
-def _pick(texts: Sequence[str]) -> str:
+def _choose_by_lane(texts: Sequence[str]) -> str:
     """The values of the four lanes as one expression."""
     choice = texts[-1]
     for lane, (text, after) in reversed(list(enumerate(pairwise(texts), 1))):
@@ -202,7 +202,7 @@ def _pick(texts: Sequence[str]) -> str:
     return choice
 
 
-def _strided(layout: Layout, variable: str, count: int) -> Index:
+def _layout_index(layout: Layout, variable: str, count: int) -> Index:
     """A layout at a variable that is less than `count`."""
     domain = Domain({variable: (0, count - 1)})
     parts, weight = [(Index(layout.offset), 1)], 1

@@ -139,7 +139,7 @@ def why_no_matrix_units(product: Product) -> str:
 # -- arguments of launches ---------------------------------------------------------------------------------------------
 
 
-def scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
+def scale_x(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
     """The launch that multiplies x [M, K] by the weight's column factor, if it has one.  Returns the scaled x."""
     name = packed.layout.factor
     factor = packed.tensors.get(name.removeprefix("/"))
@@ -153,12 +153,13 @@ def scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
 
 def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
     """Whether x and the tensors that matrix-unit kernels read as words are aligned for loads of 16 bytes."""
-    wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
+    wide = [tensor for name, tensor in packed.tensors.items()
+            if tensor.dtype == torch.int32 or _is_read_as_words(name, tensor, packed)]
     return all(tensor.is_meta or (tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0)
                for tensor in (x, *wide))                         # torch can view the latter as words
 
 
-def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
+def _is_read_as_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
     """Whether a matrix-unit kernel reads a tensor of other elements as words: 8-bit codes, and records."""
     kernels = packed.layout.kernels.matrix_unit
     records = None if kernels is None else kernels.records
@@ -167,8 +168,8 @@ def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
 
 def lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     """A matrix-unit kernel's tensors in storage order, 8-bit codes and records as words; and the tables of group numbers."""
-    return (*(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
-              for name, tensor in zip(packed.layout.coded, tensors(packed), strict=True)),
+    return (*(tensor if tensor is None or not _is_read_as_words(name, tensor, packed) else tensor.view(torch.int32)
+              for name, tensor in zip(packed.layout.coded, kernel_tensors(packed), strict=True)),
             *(table.on(packed.device) for table in kernels_of(packed).tables))
 
 
@@ -177,7 +178,7 @@ def parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
 
 
-def tensors(packed: PackedWeight) -> list[Tensor | None]:
+def kernel_tensors(packed: PackedWeight) -> list[Tensor | None]:
     """Kernel arguments in storage order: 8-bit floats as bytes, None for tensors that are absent or add nothing."""
     assert packed.order is None, "kernels take columns as they are stored, and x alike"
     present = (packed.tensors.get(name) if name not in packed.in_order else None for name in packed.layout.coded)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qdsl.runtime.gpu import configure, costs, strides
 from qdsl.runtime.gpu.configure import target
-from qdsl.runtime.gpu.families.family import TYPES, Config, MatrixUnitFamily, Product, distinct, kernels_of, lane_tensors, scaled
+from qdsl.runtime.gpu.families.family import TYPES, Config, MatrixUnitFamily, Product, distinct, kernels_of, lane_tensors, scale_x
 from qdsl.runtime.gpu.kernels.gemv import gemv
 from qdsl.runtime.gpu.kernels.gemv_records import gemv_records
 from qdsl.runtime.gpu.kernels.skinny import skinny
@@ -67,9 +67,9 @@ class Gemv(MatrixUnitFamily):
 
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
         kernels, (n, k) = kernels_of(packed), packed.shape
-        x = yield from scaled(x, packed)
+        x = yield from scale_x(x, packed)
         tensors, pitch = lane_tensors(packed), strides.pitch(packed)
-        first = early(tensors, pitch)
+        first = prefetch_words(tensors, pitch)
         constants = self.constants(kernels, x.dtype == torch.float16, packed.sizes, packed.layout.coded, config["R"])
         yield Call(gemv if kernels.records is None else gemv_records,
                    (tensors, x.view(torch.int32), bias, out, n, k, pitch, first),
@@ -85,8 +85,7 @@ class Skinny(MatrixUnitFamily):
 
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
         (n, k), trip = packed.shape, TRIP
-        tiles = [lane_tiles(n, k, device),
-                 *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k)]
+        tiles = [lane_tiles(n, k, device), *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k)]
         return distinct([*tiles, *({**config, "BM": 16} for config in tiles if m > 8)])
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
@@ -103,10 +102,10 @@ class Skinny(MatrixUnitFamily):
     def grouped_calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config,
                       tiles: Tensor | None = None, rows: Tensor | None = None) -> Iterator[Call]:
         """The same, or for experts: tiles of their rows, int32 [T, 3], and the row of x for each of the rows, if not in order."""
-        x = yield from scaled(x, packed)
+        x = yield from scale_x(x, packed)
         kernels, (m, k), n = kernels_of(packed), x.shape, out.shape[1]
         tensors, pitch = lane_tensors(packed), strides.pitch(packed)
-        first = early(tensors, pitch) if tiles is None else None
+        first = prefetch_words(tensors, pitch) if tiles is None else None
         config = {"BM": 8, **config}
         # A fence keeps loads in order: on NVIDIA GPUs, unless interpreted; rows of bytes would spill.
         compiles = is_installed and isinstance(skinny, triton.JITFunction)
@@ -118,10 +117,10 @@ class Skinny(MatrixUnitFamily):
                    lane_options(config, first), **lane_weights(config, n, k, TRIP))
 
 
-def early(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:
+def prefetch_words(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:
     """Words of a row of codes, which a launch may prefetch before the previous one ends; None if it may not."""
     words = tensors[0]
-    may = words is not None and words.dtype == torch.int32 and pitch is None and configure.overlaps(words.device)
+    may = words is not None and words.dtype == torch.int32 and pitch is None and configure.launches_overlap(words.device)
     return words.shape[1] if may and words is not None else None
 
 
@@ -144,7 +143,7 @@ def lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[s
 
 
 @dataclass(frozen=True, slots=True)
-class Tall:
+class TallTile:
     """A tile of R * 16 * W rows of w and 128 rows of x, for 4-bit codes in groups of 128 columns or more.
 
     unroll: chunks per iteration.  whole: only for shapes without partial tiles.  count: thread instructions per weight in the
@@ -158,7 +157,7 @@ class Tall:
     count: float
 
 
-TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 3.5), Tall(1, 4, 2, False, 3.7))
+TALL = (TallTile(2, 8, 1, True, 3.1), TallTile(2, 4, 1, True, 3.3), TallTile(1, 4, 2, True, 3.5), TallTile(1, 4, 2, False, 3.7))
 # Tiles for scaled weights by compute capability: R and rows of x, as counts and modelled times chose them.
 SCALED = {8: ((2, 32), (2, 64)), 9: ((1, 64), (2, 64), (1, 128)), 10: ((2, 64), (1, 128)), 12: ((2, 32),)}
 
@@ -201,15 +200,15 @@ class TileGemm(MatrixUnitFamily):
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
         (n, k), is_hopper = packed.shape, target(device).capability == 9
         if m > 64 and is_tall(packed) and is_hopper:
-            configs = _tall(m, n, k, device)
+            configs = _tall_tiles(m, n, k, device)
         else:
-            rule = _many(min(m, most_columns(packed)), n, device)
+            rule = _default_tile(min(m, most_columns(packed)), n, device)
             # 2 and 4 stages would save 5 % at most by counts; 2 took longer than modelled on an H100.  Warps of other GPUs than
             # Hopper's repeat their loads of x for each other.
             fewer = () if is_hopper else (16,)
             tiles = dict.fromkeys((rule["BM"], min(32, rule["BM"]), *fewer))
             configs = distinct([rule, *({**rule, "R": r, "BM": bm} for bm in tiles for r in (1, 2))])
-        configs += scaled_tiles(packed, m, device)
+        configs += scaled_tile_configs(packed, m, device)
         return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
                 if split == 1 or _may_split(config, split, m, n, k, device)]
 
@@ -245,7 +244,7 @@ class TileGemm(MatrixUnitFamily):
         return constants["scale"] is not None and constants["SIZE"] == 128 and target(device).capability == 10
 
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
-        x = yield from scaled(x, packed)
+        x = yield from scale_x(x, packed)
         (m, k), n, split = x.shape, packed.shape[0], config["SPLIT"]
         rows, (blocks, columns, *_) = 16 * config["R"] * config["W"], self.grid(packed, m, config)
         constants = self.constants(kernels_of(packed), x.dtype == torch.float16, packed.sizes, packed.layout.coded,
@@ -260,7 +259,7 @@ class TileGemm(MatrixUnitFamily):
                    weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
 
 
-def scaled_tiles(packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
+def scaled_tile_configs(packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
     """Tiles for scaled weights, if groups have sums of their own: else nothing is scaled before the last sum."""
     if kernels_of(packed).sums.scale is None:
         return []
@@ -274,7 +273,7 @@ def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, devic
     return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
 
 
-def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
+def _default_tile(m: int, n: int, device: torch.device) -> dict[str, int]:
     """The default tile: R tiles of 64 rows of w and BM rows of x per program."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
@@ -296,9 +295,9 @@ def is_tall(packed: PackedWeight) -> bool:
     return bool(kernels_of(packed).families.get(TileGemm.name, {}).get("tall")) and not has_short_groups(packed)
 
 
-def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
+def _tall_tiles(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
     """Configurations for more than 64 rows of x, by the instructions of the busiest multiprocessor."""
-    def cost(tile: Tall) -> float:
+    def cost(tile: TallTile) -> float:
         rows = 16 * tile.R * tile.W
         return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, costs, strides, tiles
-from qdsl.runtime.gpu.families.family import SECOND_AXIS, TYPES, WARPS, Config, Family, Product, distinct, parts, tensors
+from qdsl.runtime.gpu.families.family import SECOND_AXIS, TYPES, WARPS, Config, Family, Product, distinct, kernel_tensors, parts
 from qdsl.runtime.gpu.kernels.dequantize import dequantize
 from qdsl.runtime.gpu.kernels.gemm import gemm
 from qdsl.runtime.gpu.kernels.matvec import matvec
@@ -37,7 +37,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     if stream_kernels.has_dequantize(packed, out):
         yield from stream_kernels.dequantize_calls(packed, out)
         return
-    packed, calls = stream_kernels.decoded(strides.readable(packed))
+    packed, calls = stream_kernels.decoded_with_calls(strides.gapless_weight(packed))
     yield from calls
     kernels, (rows, units) = packed.layout.kernels, tiles.grid_axes(packed)
     if not rows or not units:
@@ -49,7 +49,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     yield Call(dequantize, (planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
                {**unit_constants(packed, bn, bk), **tiles.columns_in_order(kernels, bn, bk),
                 "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
-               {"num_warps": WARPS, "enable_fp_fusion": False}, weights=weights(packed, bn, bk))
+               {"num_warps": WARPS, "enable_fp_fusion": False}, weights=padded_weights(packed, bn, bk))
 
 
 class Matvec(Family):
@@ -80,7 +80,7 @@ class Matvec(Family):
         for part, result in parts(x, out, 1):
             yield Call(matvec, (planes(packed), part, bias, result, *packed.shape, size_arguments(packed),
                                 rows, units), constants, self.grid(packed, part.shape[0], config), {"num_warps": WARPS},
-                       weights=weights(packed, bn, units), step=weights(packed, bn, bk))
+                       weights=padded_weights(packed, bn, units), step=padded_weights(packed, bn, bk))
 
 
 class Gemm(Family):
@@ -119,8 +119,8 @@ class Gemm(Family):
                           size_arguments(packed), rows, units),
                    {**unit_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides,
                     "F": TYPES[x.dtype]}, grid, {"num_warps": WARPS, "num_stages": 1},
-                   weights=weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
-                   step=weights(packed, bn, bk), scratch=scratch)
+                   weights=padded_weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
+                   step=padded_weights(packed, bn, bk), scratch=scratch)
 
 
 def gemm_config(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int = 0) -> dict[str, int] | None:
@@ -151,11 +151,11 @@ def gemm_config(packed: PackedWeight, m: int, split: int, device: torch.device, 
 
 def unit_constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
     """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the integer type of offsets."""
-    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk),
+    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _needs_64_bit_offsets(packed, bn, bk),
             "GAPS": strides.has_gaps(packed)}
 
 
-def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
+def _needs_64_bit_offsets(packed: PackedWeight, bn: int, bk: int) -> bool:
     """Whether an offset needs 64 bits: of a weight or a tensor element, those of partial tiles included."""
     rows, units = tiles.grid_axes(packed)
     n, k = packed.shape
@@ -163,7 +163,7 @@ def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
     return max((n * k, *map(strides.span, packed.tensors.values()))) * beyond >= 1 << 31
 
 
-def weights(packed: PackedWeight, rows: int, units: int) -> int:
+def padded_weights(packed: PackedWeight, rows: int, units: int) -> int:
     """Weights in so many rows of tiles and units of each, without padding."""
     kernels = packed.layout.kernels
     along = [(axis(kernels.rows), rows), (axis(kernels.units), units)]
@@ -173,7 +173,7 @@ def weights(packed: PackedWeight, rows: int, units: int) -> int:
 
 def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     """The tensors and tables that unit-by-unit kernels read."""
-    return *tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
+    return *kernel_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
 def planes(packed: PackedWeight) -> tuple[Plane, ...]:

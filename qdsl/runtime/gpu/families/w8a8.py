@@ -13,7 +13,7 @@ from qdsl.runtime.gpu import configure, strides
 from qdsl.runtime.gpu.configure import target
 from qdsl.runtime.gpu.costs import L2_BYTES, LATENCY, LAUNCH, REACHABLE, merge_seconds
 from qdsl.runtime.gpu.devices import Gpu
-from qdsl.runtime.gpu.families.family import TYPES, WARPS, kernels_of, parts, scaled, tensors
+from qdsl.runtime.gpu.families.family import TYPES, WARPS, kernel_tensors, kernels_of, parts, scale_x
 from qdsl.runtime.gpu.kernels import eight_bit
 from qdsl.runtime.gpu.kernels.w8a8 import w8a8
 from qdsl.runtime.gpu.scratch import scratch_of
@@ -51,23 +51,23 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         for part, result in pieces:
             yield from quantized_calls(part, packed, bias, result, scale)
         return
-    kernels, packed = kernels_of(packed), strides.readable(packed)
+    kernels, packed = kernels_of(packed), strides.gapless_weight(packed)
     own, (m, k), n = kernels.eight, x.shape, packed.shape[0]
     assert own is not None
     if not m or not n:
         return
-    x = yield from scaled(x, packed)
+    x = yield from scale_x(x, packed)
     stored = torch.int8 if own.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
     config, warps = configuration(m, n, k, own, stored == torch.float16, x.device)
     grid, tile = (cdiv(n, config["BN"]), cdiv(m, config["BM"])), config["BN"] * config["BM"]
     trip = eight.CHUNK * config["UNROLL"]
     can = scale is None and stored != torch.float16 and own.groups and config["BM"] == 16 and x.dtype.itemsize == 2
-    split, is_one = shared_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, can, configure.gpu(x.device))
+    split, is_one = split_of_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, can, configure.gpu(x.device))
     codes, scales, sums = (x, None, None) if is_one else (yield from _quantized(x, own, stored, scale))
     weight = packed.tensors[own.codes]
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     scratch = scratch_of(math.prod(grid), split * tile, x.device) if split > 1 else ()
-    yield Call(w8a8, (tuple(tensors(packed)), weight, codes, scales, sums, bias, out, *(scratch or (None, None)),
+    yield Call(w8a8, (tuple(kernel_tensors(packed)), weight, codes, scales, sums, bias, out, *(scratch or (None, None)),
                       m, n, k, strides.pitch(packed)),
                {**kernels.scaled(packed.sizes, packed.layout.coded), **config, "SPLIT": split,
                 "LARGEST": eight.LARGEST[own.type] if is_one else 0}, (*grid, split) if split > 1 else grid,
@@ -82,7 +82,7 @@ def _quantized(x: Tensor, own: EightBit, stored: torch.dtype, scale: float | Non
     m, k = x.shape
     groups = k // eight.CHUNK if own.groups else 1
     if scale is not None:
-        codes, scales = eight.quantized(x, own.type, own.groups, scale)
+        codes, scales = eight.quantize_x(x, own.type, own.groups, scale)
         codes, scales = codes.to(stored), scales.t().contiguous()
         return codes, scales, codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if own.sums else None
     codes = x.new_empty(m, k, dtype=stored)
@@ -97,7 +97,7 @@ def _quantized(x: Tensor, own: EightBit, stored: torch.dtype, scale: float | Non
     return codes, scales, sums
 
 
-def shared_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu) -> tuple[int, bool]:
+def split_of_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu) -> tuple[int, bool]:
     """The number of programs that share K, and whether they quantize x themselves, by the least modelled time.
 
     tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  quantizes: programs can quantize x, else

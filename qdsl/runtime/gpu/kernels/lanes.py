@@ -445,8 +445,7 @@ def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.
 
 
 @triton.jit
-def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr,
-                  WK: tl.constexpr):
+def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr, WK: tl.constexpr):
     """Store the sums [W, 16, 8] of rows of x from `token` on, added over the WK warps of a tile; the bias begins at `start`."""
     m = token + tl.arange(0, 8)[None, None, :]
     n = (tile + tl.arange(0, WN)[:, None, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :, None]

@@ -75,8 +75,7 @@ def run_product(codes: tl.constexpr, words, columns, flip, r: tl.constexpr, bits
 
 
 @triton.jit
-def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, lift: tl.constexpr, even: tl.constexpr,
-              F: tl.constexpr):
+def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, lift: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
     """The operands of x for 8 * size columns, half a chunk each, with a run of 16, 32 or 64 per column.
 
     And the sums of runs, and the factors of scaled().
