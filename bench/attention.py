@@ -77,7 +77,7 @@ def token_bytes(call: Call) -> int:
 
 def rows(arch: str) -> Iterator[dict[str, Any]]:
     """Instructions per byte of the derived kernel, and of the one by hand by tile, for both formats and dtypes of q."""
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for name, dtype in product(FORMATS, (torch.float16, torch.bfloat16)):
             call = derived(name, dtype)
             yield {"format": name, "q": str(dtype)[6:], "arch": arch, "derived": per_byte(call, arch), "by_hand": {

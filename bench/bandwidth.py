@@ -50,7 +50,7 @@ class Reach(NamedTuple):
 def reaches(gpu: Gpu) -> Iterator[Reach]:
     """The best storage of every format, and of every choice of parameters that chooses kernels."""
     best: dict[str, tuple[float, PackedWeight]] = {}
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
         for packed in storages(SHAPES[-1]):
             name = _format_of(packed)
             reached = part_of(packed, gpu).reached
@@ -58,7 +58,7 @@ def reaches(gpu: Gpu) -> Iterator[Reach]:
                 best[name] = reached, packed
         for name, (_, packed) in best.items():
             weights = [*(_of_shape(packed, shape) for shape in SHAPES[:-1]), packed]
-            kernel = plan.choose_candidate(packed, 1, X, META).options[0].candidate.kind
+            kernel = plan.choice(packed, 1, X, META).options[0].candidate.kind
             yield Reach(name, packed.storage, kernel, tuple(part_of(weight, gpu) for weight in weights))
 
 
@@ -76,7 +76,7 @@ def _of_shape(packed: PackedWeight, shape: tuple[int, int]) -> PackedWeight:
 
 def part_of(packed: PackedWeight, gpu: Gpu) -> Part:
     """What one storage reaches in the way that its plan takes."""
-    [option, *_] = plan.choose_candidate(packed, 1, X, META).options
+    [option, *_] = plan.choice(packed, 1, X, META).options
     ideal = packed.nbytes / (gpu.bandwidth * 1e9 * costs.REACHABLE)
     most = ideal / (costs.LAUNCH + costs.LATENCY + ideal)
     if option.candidate.kind == "decode":

@@ -61,12 +61,12 @@ class Product:
 
 def products(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[Product]:
     """The products of a weight on meta, placed as a loader does for a GPU."""
-    with configure.assume_device(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu), \
+    with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu), \
             patch.object(placement, "runs_kernels", lambda device: True):
         gain = placement.planar_gain(packed, META)
         placed = planar_template(packed) if gain > placement.GAIN else packed
         for m in rows:
-            chosen = plan.choose_candidate(placed, m, X, META)
+            chosen = plan.choice(placed, m, X, META)
             best = next(option for option in chosen.options if option.candidate == chosen.candidate)
             dense = costs.matmul_seconds(m, *packed.shape, X.itemsize, gpu)
             yield Product(costs.storage_key(packed), placed.storage, gpu.name, m, chosen.candidate.kind, best.seconds / dense,

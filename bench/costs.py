@@ -77,7 +77,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
     n, k = packed.shape
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
-    with configure.assume_device(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
+    with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
         yield from _plain_calls(packed)
         if len(decode) == 1:
             yield "dequantize", decode[0]

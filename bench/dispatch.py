@@ -99,7 +99,7 @@ def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
 
 def ratios(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[tuple[float, int]]:
     """The plan's seconds divided by the best candidate's, with the number of rows of x, for each of `rows`."""
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
         for m in rows:
             chosen = costs.seconds(packed, plan.best(packed, m, X, META), m, X, gpu)
             best = min(costs.seconds(packed, candidate, m, X, gpu) for candidate in plan.candidates(packed, m, X, META))
@@ -127,8 +127,8 @@ def compiled_ratio(product: Product, compiled: CompiledCosts, nearest: int | Non
 def compared(packed: PackedWeight, m: int, gpu: Gpu, compiled: CompiledCosts, nearest: int | None = None,
              exact: float = EXACT) -> float:
     """compiled_ratio of a weight and m rows of x on a GPU; inf if the kernel that the plan chooses does not compile."""
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
-        first, *others = plan.choose_candidate(packed, m, X, META).options[:nearest]
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+        first, *others = plan.choice(packed, m, X, META).options[:nearest]
         chosen = best = _compiled_seconds(packed, first.candidate, m, gpu, compiled)
         for option in others:
             if min(best, chosen / exact) > least_seconds(packed, option.candidate, m, gpu):

@@ -52,7 +52,7 @@ def execution(name: str, planar: bool, rows: int, shape: tuple[int, int], arch: 
     packed = format.planar(packed) if planar else packed
     n, k = shape
     x, out = torch.ones(rows, k, dtype=torch.bfloat16), torch.zeros((rows, n) if rows else (n, k), dtype=torch.bfloat16)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         [call] = launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out)
     compiled, arguments = compile_with_triton(call, arch_of(arch)), flat_arguments(call)
     return lambda: (execute_ptx(compiled.asm["ptx"], arguments, call.grid, compiled.metadata.num_warps, compiled.metadata.shared,

@@ -61,7 +61,7 @@ def stubbed(launched: list[tuple[Any, ...]] | None = None) -> ExitStack:
     """Tensors on the CPU meet kernels of an H100, and the launches are kept in a list, if one is passed."""
     triton.runtime.driver.set_active(StubDriver(launched))
     stack = ExitStack()
-    stack.enter_context(configure.assume_device(9, 132))
+    stack.enter_context(configure.assumed(9, 132))
     stack.enter_context(patch.object(PackedWeight, "runs_kernels", True))
     return stack
 

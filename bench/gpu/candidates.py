@@ -65,7 +65,7 @@ def products() -> list[Product]:
 
 def candidates(packed: PackedWeight, rows: int, device: torch.device) -> list[plan.CandidateCost]:
     """The ways that are timed, as the plan ranks them: what it chooses without timings first; 'decode' is always one of them."""
-    options = plan.choose_candidate(packed, rows, X, device).options
+    options = plan.choice(packed, rows, X, device).options
     timed = [option for option in options[:MOST] if option.seconds <= SLOWEST * options[0].seconds]
     return timed + [option for option in options if option.candidate.kind == "decode" and option not in timed]
 

@@ -35,7 +35,7 @@ def device_info() -> DeviceInfo:
 def launches_for(info: DeviceInfo) -> AbstractContextManager[None]:
     """Tensors that are on no GPU are launched as on this one."""
     gpu = of_device(info.name, divmod(info.capability, 10), info.multiprocessors)
-    return configure.assume_device(info.capability // 10, info.multiprocessors, gpu)
+    return configure.assumed(info.capability // 10, info.multiprocessors, gpu)
 
 
 def clock_rate() -> float | None:

@@ -63,7 +63,7 @@ class Candidates:
 
     def calls(self) -> Iterator[Call]:
         packed, meta = self.weight.meta(), torch.device("meta")
-        options = plan.choose_candidate(packed, self.rows, X, meta).options
+        options = plan.choice(packed, self.rows, X, meta).options
         for option in options[:self.most or None]:
             for call in product_calls(packed, self.rows, X, candidate=option.candidate):
                 yield from (replace(call, options={**call.options, "num_stages": stages}) for stages in self.stages) \
@@ -146,7 +146,7 @@ def table(where: Where) -> Iterator[Row]:
                 of_dense[m] = where.seconds([partial(torch.nn.functional.linear, x, one) for one in dense])
                 yield {"weight": "dense bfloat16", "rows": m, "us": _short(of_dense[m] * 1e6)}
             copies = copies or _copies(where, weight)
-            option = plan.choose_candidate(copies[0], m, x.dtype, where.device).options[0]
+            option = plan.choice(copies[0], m, x.dtype, where.device).options[0]
             seconds = where.seconds([partial(product.product_by, option.candidate, x, one) for one in copies])
             yield {"weight": str(weight), "rows": m, "kernel": option.candidate.kind, "us": _short(seconds * 1e6),
                    "modelled_us": _short(option.seconds * 1e6), "of_dense": _short(seconds / of_dense[m])}
@@ -157,7 +157,7 @@ def gemv(where: Where) -> Iterator[Row]:
     n, k = where.shape(8192, 8192)
     for weight in where.some(chosen(ONE_ROW, (n, k))):
         copies, x, out = _copies(where, weight), _normal(where, 1, k), torch.empty(1, n, device=where.device, dtype=where.x)
-        ways = [option.candidate for option in plan.choose_candidate(copies[0], 1, x.dtype, where.device).options
+        ways = [option.candidate for option in plan.choice(copies[0], 1, x.dtype, where.device).options
                 if option.candidate.kind == "gemv"]
         for way in where.some(ways[:4]):
             wanted = product.product_by(way, x, copies[0])

@@ -28,8 +28,8 @@ def explain_choice(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[st
     weights, of a candidate: 'exact', or the dtype to which it rounds them.
     """
     dtype = TYPES[x]
-    with configure.assume_device(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
-        choice = plan.choose_candidate(packed, rows, dtype, META)
+    with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
+        choice = plan.choice(packed, rows, dtype, META)
         refused = dict(_refused_kernels(packed, rows, dtype))
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
                    "us": float(f"{option.seconds * 1e6:.4g}"),

@@ -54,7 +54,7 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
         what = title(packed, kind, rows, x)
         for group in filter(None, alike):
             gpu = next((gpu for gpu in GPUS.values() if gpu.arch == group[0]), None)
-            with configure.assume_device(classes[group[0]], configure.MULTIPROCESSORS, gpu):
+            with configure.assumed(classes[group[0]], configure.MULTIPROCESSORS, gpu):
                 launches = product_calls(packed, kind, rows, TYPES[x])
             if not launches:
                 raise AnalyzeError(f"{what} launches no kernel")

@@ -36,7 +36,7 @@ def compiled_for(arch: str) -> list[Case]:
 
 def every(arch: str) -> Iterator[dict[str, Any]]:
     """Of the cases that cover all the kernels for 1, 8 and 16 rows of x, of each other case one of them in turn."""
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))

@@ -132,7 +132,7 @@ def run(calls: list[Call], arch: str, output: torch.Tensor | None, options: Opti
 def result(job: Job, flush: bool = False) -> dict[str, Any]:
     """The largest error as a share of what is allowed (0 or infinite for dequantize), and what the checkers say."""
     packed, options = packed_of(job), Options(order=job.order, sums=job.sums, flush=flush)
-    with configure.assume_device(arch_of(job.arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(job.arch).capability // 10, configure.MULTIPROCESSORS):
         if not job.rows:
             out = torch.full(packed.shape, torch.nan)
             calls = list(launch.dequantize_calls(packed, out))
@@ -168,7 +168,7 @@ def products_of_bytes(name: str, arch: str, sums: str) -> dict[str, Any]:
     """x quantized to 8 bits by a kernel, and its product with codes of 8 bits.  FP8 units keep 14 bits of a sum."""
     packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
     x, out = sample(33, 512, torch.bfloat16), torch.full((33, 40), torch.nan, dtype=torch.bfloat16)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         findings = run(list(launch.quantized_calls(x, packed, None, out)), arch, out, Options(sums=sums))
     exact, spread = test_w8a8.exact(x, packed)
     bits = 12 if sums == "truncated" and name.startswith("fp8") else 22
@@ -182,7 +182,7 @@ def parts_of_bytes(name: str) -> dict[str, Any]:
     x, outs, findings = sample(20, 1280, torch.bfloat16), [], []
     for order in ("lockstep", 0, 1):
         out = torch.full((20, 72), torch.nan, dtype=x.dtype)
-        with configure.assume_device(9, configure.MULTIPROCESSORS), patch.object(w8a8, "split_of_k", lambda *_: (3, False)):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(w8a8, "split_of_k", lambda *_: (3, False)):
             calls = list(launch.quantized_calls(x, packed, None, out))
         findings += map(str, run(calls, "sm_90", out, Options(order=order)))
         findings += [] if not calls[1].scratch[1].any() else [f"counters are left at {calls[1].scratch[1].max()}"]
@@ -200,7 +200,7 @@ def bytes_made_in_place(name: str) -> dict[str, Any]:
     for apart in (False, True):
         outs.append(torch.full((11, 72), torch.nan, dtype=x.dtype))
         way = (1, not apart)
-        with configure.assume_device(9, configure.MULTIPROCESSORS), patch.object(w8a8, "split_of_k", lambda *_, way=way: way):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(w8a8, "split_of_k", lambda *_, way=way: way):
             calls = list(launch.quantized_calls(x, packed, None, outs[-1]))
         findings += [*map(str, run(calls, "sm_90", outs[-1], Options())), *([] if len(calls) == 1 + apart else ["launches"])]
     return {"kernel": "w8a8", "error": 0.0 if torch.equal(*outs) else torch.inf, "findings": findings}
@@ -217,7 +217,7 @@ def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
     listing = tile_call(offsets, 21, experts.ROWS if fused else 16)
     tiles = listing.arguments[1].fill_(-1)
     findings = run([listing], arch, tiles, Options(order="reverse"))
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         call = next(launch.grouped_calls(x, packed, tiles, None, out, order)) if fused else \
             experts.matmul_call(x, weight, None, order, tiles, out, 16)
     findings += run([call], arch, out, Options(order="reverse"))
@@ -234,7 +234,7 @@ def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
     packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
     weight = packed.format.dequantize(packed, torch.bfloat16)
     x, out = sample(rows, 512, torch.bfloat16), torch.full((rows, 40) if rows else (40, 512), torch.nan, dtype=torch.bfloat16)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = list(launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out))
     findings = run(calls, arch, None if name in ("fix4", "fix3") and not rows else out, Options(order=3))
     wide = weight.double()
@@ -259,7 +259,7 @@ def parts_of_k(name: str, dtype: torch.dtype, without: str = "", ahead: bool = F
     outs, findings = [], []
     for order in ("lockstep", 0, 1):                             # program 2, 1 and 0 of three is the last at a tile
         out = torch.full((20, 72), torch.nan, dtype=dtype)
-        with configure.assume_device(9, configure.MULTIPROCESSORS):
+        with configure.assumed(9, configure.MULTIPROCESSORS):
             config = {**BY_NAME["tile_gemm"].configs(packed, 20, packed.device)[0], "SPLIT": 3}
             with patch.object(TileGemm, "loads_ahead", lambda *_: ahead):
                 [call] = launch.linear_calls(x, packed, bias, out, candidate=Candidate("tile_gemm", config))
@@ -286,7 +286,7 @@ def overlapping(name: str, storage: str, rows: int, dtype: torch.dtype) -> dict[
     calls, outs = [], []
     for setting in ("auto", "never"):
         outs.append(torch.full((rows, 40), torch.nan, dtype=dtype))
-        with configure.assume_device(9, configure.MULTIPROCESSORS), patch.dict(os.environ, {configure.OVERLAP.variable: setting}):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.dict(os.environ, {configure.OVERLAP.variable: setting}):
             calls += launch.linear_calls(x, packed, bias, outs[-1], candidate=candidate)
     before = (x, bias, *packed.tensors.values())
     findings = run(calls[1:], "sm_90", outs[1], Options())
@@ -306,7 +306,7 @@ def scaled_x(name: str, arch: str, flush: bool = False) -> dict[str, Any]:
     packed = form.convert(form.quantize(sample(40, 1024, torch.float32)), "planar")
     x, out = sample(1, 1024, torch.bfloat16) * 2.0 ** 70, torch.full((1, 40), torch.nan, dtype=torch.bfloat16)
     x[:, :512] = sample(1, 512, torch.bfloat16)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         candidate = Candidate("gemv", {"R": 2, "WN": 1, "WK": 4, "EVEN": True})
         findings = run(list(launch.linear_calls(x, packed, None, out, candidate=candidate)), arch, out, Options(flush=flush))
     weight = form.dequantize(packed, torch.float32).double().t()

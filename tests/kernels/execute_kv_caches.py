@@ -44,7 +44,7 @@ def main() -> None:
     stop_at_ptx()
     for number, name in enumerate(FORMATS):
         for arch in ARCHS if ALL or name == "fp8_channel" else ARCHS[number % 2:][:1]:
-            with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+            with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
                 print(json.dumps(result(name, arch, (torch.float16, torch.bfloat16)[number // 2 % 2])))
 
 

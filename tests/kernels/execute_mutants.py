@@ -35,7 +35,7 @@ def call_of(packed: PackedWeight, rows: int, arch: str) -> tuple[Call, torch.Ten
     """The launch, what it writes, and x."""
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
     out = torch.zeros((rows, N) if rows else (N, K), dtype=torch.bfloat16)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = list(launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)) if rows else
                      launch.dequantize_calls(packed, out))
     assert len(calls) == 1

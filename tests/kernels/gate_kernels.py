@@ -112,7 +112,7 @@ def shuffles(call: Call) -> int:
 def every(arch: str, gates: Sequence[Gate] = GATES) -> list[dict[str, object]]:
     """What the kernels of gates come to."""
     rows: list[dict[str, object]] = []
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for gate in gates:
             packed = weight(gate, gate.shape or SHAPES[arch])
             for kind, limit in gate.limits_on(arch):

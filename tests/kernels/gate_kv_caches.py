@@ -19,7 +19,7 @@ LATENT_TILES = ((64, 4),)
 
 def main() -> None:
     arch = "sm_90"
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for (name, dtype), limit in quarter_of(list(LIMITS.items())):
             call = derived(name, dtype)
             counts = [per_byte(with_tile(by_hand(call), *tile), arch) for tile in (LATENT_TILES if name == "latent" else TILES)]

@@ -28,7 +28,7 @@ def counted() -> Iterator[dict[str, Any]]:
         gpu = GPUS[gpu_name]
         packed = launches.meta_weight(qdsl.load(name), (4096, 4096), storage, {})
         x, out = (torch.empty(rows, size, dtype=launches.TYPES[kind], device="meta") for size in reversed(packed.shape))
-        with configure.assume_device(0, gpu.multiprocessors, gpu):
+        with configure.assumed(0, gpu.multiprocessors, gpu):
             candidate = plan.any_product(packed, 1) if rows == 1 else gemm(x, packed, 1)
             [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
         counts = report(call, gpu.arch)

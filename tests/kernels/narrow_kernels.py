@@ -41,9 +41,9 @@ def few() -> Iterator[tuple[str, Call]]:
 def every() -> Iterator[tuple[str, str, Call]]:
     for name, rows in (("fp8_block", 16), ("fp8_block", 128), ("fp8_block", 512), ("fp8_block", 4096), ("fp8_channel", 512),
                        ("int8_channel", 16), ("int8_channel", 512)):
-        with configure.assume_device(9, 132):
+        with configure.assumed(9, 132):
             yield f"{name} {rows}", "sm_90", quantized(name, rows)
-    with configure.assume_device(10, 148):
+    with configure.assumed(10, 148):
         yield "fp8_block 512", "sm_100", quantized("fp8_block", 512)
     yield "int8_channel 512", "sm_80", quantized("int8_channel", 512)
     configure.has_fp8 = lambda device: False

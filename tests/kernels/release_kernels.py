@@ -272,7 +272,7 @@ def failures(arch: Arch, in_pairs: bool) -> Iterator[tuple[str, str]]:
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch.name)
     triton.runtime.driver.set_active(AbsentDriver(arch.capability or arch.name, arch.warp))
     configure.has_fp8 = lambda device: not arch.is_nvidia or arch.capability >= 89
-    with configure.assume_device(arch.capability // 10, gpu.multiprocessors, gpu):
+    with configure.assumed(arch.capability // 10, gpu.multiprocessors, gpu):
         for title, call in covering([*of_weights(), *others()], in_pairs):
             reason = ""
             try:

@@ -70,7 +70,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
                                         options=dict(call.options))
                 yield {"form": form, "what": what, "bytes": len(binary.asm["hsaco"])}
         return
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for form in ("df11", "hlane", "fix4", "fix3"):
             for what, call in launches(form):
                 is_counted = "LEVELS" not in call.constants

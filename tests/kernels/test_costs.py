@@ -238,7 +238,7 @@ def test_what_spills_takes_time() -> None:
 def test_a_small_tile_of_gemm_where_others_spill() -> None:
     """It is counted and a candidate there alone, and is chosen for Marlin's weights."""
     meta = torch.device("meta")
-    with configure.assume_device(9, GPUS["h100"].multiprocessors, GPUS["h100"]):
+    with configure.assumed(9, GPUS["h100"].multiprocessors, GPUS["h100"]):
         spills, fits = weight("int_group", "marlin"), weight("q4_0", "gguf")
         rows = {16: ({16, 32, 64}, {16}), 64: ({16, 32, 64}, {64})}
         for m, wanted in rows.items():
@@ -288,7 +288,7 @@ def test_counts_of_ampere_take_no_kernel_from_hopper(monkeypatch: pytest.MonkeyP
     ways = []
     for entries in (others, {**others, "sm_80": few}):
         monkeypatch.setattr(costs, "counts", lambda storage, entries=entries: entries)
-        with configure.assume_device(9, h200.multiprocessors, h200):
+        with configure.assumed(9, h200.multiprocessors, h200):
             ways.append([way for way in plan.candidates(weight(), 64, X, torch.device("meta")) if way.kind == "tile_gemm"])
     assert ways[0] == ways[1] and any(way.config["BM"] > 16 for way in ways[0])
 
@@ -314,7 +314,7 @@ def test_rounded_counts_choose_as_exact_ones() -> None:
     ratios, meta = [], torch.device("meta")
     for packed in [*dispatch.storages(dispatch.SHAPES[0])][::9]:
         for gpu, m in itertools.product((GPUS["a100"], GPUS["h200"], GPUS["mi300x"]), (1, 16, 64)):
-            with configure.assume_device(devices.ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+            with configure.assumed(devices.ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
                 chosen = plan.best(packed, m, X, meta)
                 with patch.object(costs, "counts", writer.exact):
                     times = [seconds(packed, way, m, X, gpu) for way in plan.candidates(packed, m, X, meta)]

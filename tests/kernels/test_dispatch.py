@@ -41,8 +41,8 @@ class Perturbed(CompiledCosts):
 def test_bounds_leave_no_better_way_out(product: dispatch.Product) -> None:
     """The ratio is that of all ways compiled, where it is not below what is exact."""
     packed, gpu = product.weight(), GPUS[product.gpu]
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
-        ways = [option.candidate for option in plan.choose_candidate(packed, product.m, dispatch.X, dispatch.META).options]
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+        ways = [option.candidate for option in plan.choice(packed, product.m, dispatch.X, dispatch.META).options]
     left_out = 0
     for seed in range(8):
         compiled = Perturbed(seed)

@@ -124,7 +124,7 @@ def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], r
 @pytest.fixture
 def hopper() -> Iterator[None]:
     """Launches as on a device of capability 9."""
-    with configure.assume_device(9, 132):
+    with configure.assumed(9, 132):
         yield
 
 

@@ -79,7 +79,7 @@ def test_tables_of_a_spec(bits: int, numbers: list[Any], parts: dict[str, str], 
     back = module.convert(planar, "rows")
     assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
     planar = planar.to(DEVICE)
-    with configure.assume_device(9, 132):
+    with configure.assumed(9, 132):
         for rows, dtype in ((1, DTYPES[bits % 2]), (5, DTYPES[1 - bits % 2]), (20, DTYPES[bits % 2])):
             check(case, planar.shape, {}, rows, dtype, bias=rows == 5, packed=planar)
 
@@ -146,5 +146,5 @@ def test_stored_tables(bits: int, rows: int, kind: str, dtype: torch.dtype) -> N
     assert torch.equal(product(x, planar), wanted.t()[3::37].to(dtype))
     x = x_of(20, 256, dtype)
     exact, bound = expected(replace(case, storage=PLANAR), planar, x, None)
-    with configure.assume_device(9, 132):
+    with configure.assumed(9, 132):
         assert ((product(x, planar).double() - exact).abs() <= bound).all()

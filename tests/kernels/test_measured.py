@@ -58,7 +58,7 @@ def products(path: Path = FILE) -> dict[tuple[str, int], list[Timed]]:
     plan.forget()                                                # choices by the shipped table
     try:
         with launches_for(device), patch.object(costs, "counts", cache(partial(costs.decode_counts, *table))):
-            return {key: list(timed(plan.choose_candidate(by_name[key[0]], key[1], X, torch.device("meta")), same))
+            return {key: list(timed(plan.choice(by_name[key[0]], key[1], X, torch.device("meta")), same))
                     for key, same in rows.items()}
     finally:
         plan.forget()

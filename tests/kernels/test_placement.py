@@ -27,7 +27,7 @@ GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size":
 @pytest.fixture
 def gpu() -> Iterator[None]:
     """Tensors on the CPU are placed as on an A100, and multiplied by the CPU."""
-    with patch.object(placement, "runs_kernels", lambda device: True), configure.assume_device(8, 108):
+    with patch.object(placement, "runs_kernels", lambda device: True), configure.assumed(8, 108):
         yield
 
 
@@ -98,7 +98,7 @@ def test_layers_that_others_rely_on_stay(gpu: None, monkeypatch: pytest.MonkeyPa
 def test_rows_of_bytes_serve_quantized_x(module: ModuleType) -> None:
     """A loader stores them planar for x as it is, and as they are for x in 8 bits; a layer that is asked for 8 bits converts."""
     packed, x = module.quantize(weight(256, 128)), torch.randn(3, 128)
-    with patch.object(placement, "runs_kernels", lambda device: True), configure.assume_device(9, 132, GPUS["h200"]):
+    with patch.object(placement, "runs_kernels", lambda device: True), configure.assumed(9, 132, GPUS["h200"]):
         large = module.FORMAT.empty((4096, 4096), None, "cpu")
         assert placement.fastest_storage(large).storage == "planar"
         assert placement.fastest_storage(large, quantizes_x=True) is large
@@ -115,11 +115,11 @@ def test_a_gain_counts_each_number_of_rows_alike() -> None:
     packed = fp8_block.FORMAT.empty((8192, 8192), None, "meta")
     gains = {}
     for name in ("a100", "h200"):
-        with patch.object(placement, "runs_kernels", lambda device: True), configure.assume_device(
+        with patch.object(placement, "runs_kernels", lambda device: True), configure.assumed(
                 ARCHS[GPUS[name].arch].capability // 10, GPUS[name].multiprocessors, GPUS[name]):
             gains[name] = placement.planar_gain(packed, packed.device)
             planar = placement.planar_template(packed)
-            seconds = [[plan.choose_candidate(one, m, torch.bfloat16, packed.device).options[0].seconds for m in placement.ROWS]
+            seconds = [[plan.choice(one, m, torch.bfloat16, packed.device).options[0].seconds for m in placement.ROWS]
                        for one in (packed, planar)]
             assert gains[name] == pytest.approx(geometric_mean(seconds[0]) / geometric_mean(seconds[1]))
     assert placement.GAIN < gains["a100"] < 1.5 < gains["h200"]

@@ -44,8 +44,8 @@ def kernels() -> Iterator[None]:
 
 
 def choice_for(packed: PackedWeight, m: int, gpu: Gpu) -> plan.Choice:
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
-        return plan.choose_candidate(packed, m, BF16, META)
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+        return plan.choice(packed, m, BF16, META)
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_no_kernel_that_spills_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
         return {costs.kernel_key(way.kind, way.config)[:2] for m in (1, 8, 64)
                 for way in plan.candidates(packed, m, BF16, META) if way.kind in writer.LANES}
 
-    with configure.assume_device(9, 132, GPUS["h200"]):
+    with configure.assumed(9, 132, GPUS["h200"]):
         assert {(kind, r) for kind in writer.LANES for r in (1, 2)} == launched()
         monkeypatch.setattr(costs, "counts", lambda storage: few)
         assert {(kind, 1) for kind in writer.LANES} == launched()
@@ -158,7 +158,7 @@ def test_candidates_are_launches() -> None:
     for packed in (q4_0.FORMAT.empty((4112, 4096), "planar", "meta"), awq_gemv_fast.FORMAT.empty((512, 4096), None, "meta")):
         for m in (1, 5, 12, 100):
             x, out = (torch.empty(m, size, dtype=BF16, device="meta") for size in packed.shape[::-1])
-            with configure.assume_device(9, 132):
+            with configure.assumed(9, 132):
                 legal = plan.candidates(packed, m, BF16, META)
                 kinds = [option.kind for option in legal]
                 assert (kinds[-1], kinds.count("decode"), kinds.count("matvec")) == ("decode", 1, m <= ONE_BY_ONE)
@@ -176,7 +176,7 @@ def test_launches_overlap_where_that_is_set(capability: int, monkeypatch: pytest
     tiles = torch.empty(1, 3, dtype=torch.int32, device="meta")
 
     def calls() -> list[Call]:
-        with configure.assume_device(capability, 132):
+        with configure.assumed(capability, 132):
             return [call for weight, x in ((packed, rows), (packed, rows[:1]), (gguf, rows[:1])) for candidate in
                     plan.candidates(weight, len(x), BF16, META) if candidate.kind in ("gemv", "skinny")
                     for call in launch.linear_calls(x, weight, None, x, candidate=candidate)]

@@ -140,7 +140,7 @@ def test_matrix_units(case: Case) -> None:
     assert part is not None and not strides.why_unreadable(part)
     for rows in (1, 4, 12) if ALL else ((1, 4, 12)[number % 3],):
         x = torch.randn(rows, part.shape[1]).to(DEVICE).half()
-        with configure.assume_device(9, 132):
+        with configure.assumed(9, 132):
             candidate = regimes.candidate(x, part)
             families = part.layout.kernels.matrix_unit.families
             assert candidate is not None and (candidate.kind != "matvec" or "skinny" not in families)

@@ -50,10 +50,10 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
     assert {best["config"]["WK"] for best in tuned.values()} == {2} and {best["config"]["R"] for best in tuned.values()} == {2}
     plan.forget()                                                # as a process that starts later
     for rows in (1, 3, 5):                                       # what 3 rows took stands for 2 to 8
-        choice = plan.choose_candidate(packed, rows, torch.float16, CPU)
+        choice = plan.choice(packed, rows, torch.float16, CPU)
         assert choice.is_tuned and (choice.candidate.config["WK"], choice.candidate.config["R"]) == (2, 2)
-    assert not plan.choose_candidate(packed, 9, torch.float16, CPU).is_tuned
-    assert not plan.choose_candidate(weight(2048), 1, torch.float16, CPU).is_tuned  # another shape was not timed
+    assert not plan.choice(packed, 9, torch.float16, CPU).is_tuned
+    assert not plan.choice(weight(2048), 1, torch.float16, CPU).is_tuned  # another shape was not timed
 
 
 def test_a_weight_on_a_cpu_is_an_error_that_says_so() -> None:
@@ -80,7 +80,7 @@ def test_invariant_products_are_launched_by_rule(packed: PackedWeight, monkeypat
 def nonsense(packed: PackedWeight) -> str:
     """A configuration that no kernel has, under the key that is asked for."""
     wrong = {"kind": "skinny", "config": {"R": 7, "WN": 1, "WK": 3, "EVEN": True}}
-    return json.dumps({configure.tuning_key(packed, 3, torch.float16): wrong})
+    return json.dumps({configure.key(packed, 3, torch.float16): wrong})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "nonsense"])

@@ -287,7 +287,7 @@ def test_tiles(m: int, n: int, capability: int) -> None:
     """What is launched covers out, and holds no more in shared memory than the device has."""
     kernel = EightBit("e4m3", "q", groups=True)
     for wide in (False, True):
-        with configure.assume_device(capability, 132):
+        with configure.assumed(capability, 132):
             config, warps = w8a8.configuration(m, n, 512, kernel, wide, torch.device("cpu"))
             assert w8a8.configuration(m, n, 384, kernel, wide, torch.device("cpu"))[0]["UNROLL"] == 1
         assert config["BN"] % 64 == 0 and config["BM"] % 16 == 0 and config["BN"] * config["BM"] <= 2048 * warps
@@ -300,7 +300,7 @@ def test_trips_of_two_chunks() -> None:
     """For many rows of x on Hopper, unless int8 is summed in place; on Blackwell for E4M3 with scales along K."""
     kernels = [EightBit(type, "q", groups=groups) for type in ("e4m3", "i8") for groups in (True, False)]
     for capability, chunks in ((8, [1, 1, 1, 1]), (9, [2, 2, 2, 1]), (10, [2, 1, 1, 1])):
-        with configure.assume_device(capability, 132):
+        with configure.assumed(capability, 132):
             configs = [w8a8.configuration(4096, 4096, 4096, kernel, False, torch.device("cpu"))[0] for kernel in kernels]
         assert [config["UNROLL"] for config in configs] == chunks
 

@@ -44,7 +44,7 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
     packed = launches.meta_weight(qdsl.load(name), (n, k), storage, figure["params"])
     lanes = packed.layout.kernels.matrix_unit
     kind = "gemv" if m == 1 and lanes is not None and "gemv" in lanes.families else "skinny"
-    with configure.assume_device(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):
         config = BY_NAME[kind].configs(packed, m, torch.device("meta"))[0]
     rows = cdiv(n, 16 * config["R"] * config["WN"])
     way = costs.Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))

@@ -72,7 +72,7 @@ def run_trial(module: ModuleType, kind: str, arch: str, *, storage: str | None =
         out.fill_(torch.nan)
     activation = _random((rows, k), 1).to(out.dtype)
     stored, weight = as_stored(activation, packed) if kind == "linear" else (activation, packed)
-    with configure.assume_device(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = launches.calls_on(weight, kind, stored, out)
     executions = [execute(call, arch, outputs=(out,) if call is calls[-1] and programs is None else (), programs=programs,
                           options=options) for call in calls]

@@ -38,7 +38,7 @@ _assumed_gpu = GPUS["h100"]
 
 
 @contextmanager
-def assume_device(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
+def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
     """Choose launches for this device while tensors are on no GPU, to inspect kernels without one.
 
     gpu: the GPU to model costs for; by default the first of that capability with so many multiprocessors.
@@ -54,7 +54,7 @@ def assume_device(capability: int, multiprocessors: int, gpu: Gpu | None = None)
 
 
 def target(device: torch.device) -> Target:
-    """The Target of a device; without a GPU the one that `assume_device` set."""
+    """The Target of a device; without a GPU the one that `assumed` set."""
     return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 
@@ -102,7 +102,7 @@ def launches_overlap(device: torch.device) -> bool:
     return OVERLAP.value() == "auto" and target(device).capability >= 9
 
 
-def tuning_key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
+def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
     """The key under which the fastest candidate for x [m, K] is kept: one each for 1 row, up to 8, 16, 32 and so on."""
     n, k = packed.shape
     rows = 1 if m == 1 else max(8, power(m))

@@ -49,7 +49,7 @@ def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False
     if not runs_kernels(device) or packed.format.why_not_planar(packed, larger):
         return 0.0
     planar = planar_template(packed)
-    gains = [math.prod(plan.choose_candidate(weight, m, torch.bfloat16, device).options[0].seconds ** power
+    gains = [math.prod(plan.choice(weight, m, torch.bfloat16, device).options[0].seconds ** power
                        for weight, power in ((packed, 1), (planar, -1))) for m in ROWS]
     return math.prod(gains) ** (1 / len(ROWS))
 

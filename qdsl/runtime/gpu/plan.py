@@ -54,7 +54,7 @@ def forget() -> None:
     forget_plans()
 
 
-def choose_candidate(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
+def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
     """The choice for x [m, K] @ w.T.  dtype: of x.  is_aligned: x and the weight are aligned for loads of 16 bytes."""
     plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
     key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
@@ -71,12 +71,12 @@ def rows_class(m: int) -> int:
 
 def best(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The candidate that runs x [m, K] @ w.T."""
-    return choose_candidate(packed, m, dtype, device, is_aligned).candidate
+    return choice(packed, m, dtype, device, is_aligned).candidate
 
 
 def fused_candidate(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The best fused kernel for x [m, K]; that for any product if no other one serves it."""
-    chosen = choose_candidate(packed, m, dtype, device, is_aligned)
+    chosen = choice(packed, m, dtype, device, is_aligned)
     ways = (chosen.candidate, *(option.candidate for option in chosen.options))
     return next((candidate for candidate in ways if candidate.kind != "decode"), None) or any_product(packed, m)
 
@@ -139,7 +139,7 @@ def _choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.devi
     modelled = [CandidateCost(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
     options = tuple(sorted(modelled, key=lambda option: option.seconds))
     file = {} if device.type == "meta" else configure.read_tuned(configure.tuned_file(device))
-    timed: Any = file.get(configure.tuning_key(packed, m, dtype))
+    timed: Any = file.get(configure.key(packed, m, dtype))
     for option in options if isinstance(timed, dict) else ():
         if (option.candidate.kind, option.candidate.config) == (timed.get("kind"), timed.get("config")):
             return Choice(option.candidate, options, True)

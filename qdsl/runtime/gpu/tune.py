@@ -37,10 +37,10 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     packed = packed.as_stored()
     for m in rows:
         x = torch.ones(m, packed.shape[1], dtype=dtype, device=packed.device)
-        choice = plan.choose_candidate(packed, m, dtype, packed.device, launch.is_aligned(x, packed))
+        choice = plan.choice(packed, m, dtype, packed.device, launch.is_aligned(x, packed))
         times = [(_time(x, packed, option.candidate), option.candidate) for option in choice.options[:MOST]]
         milliseconds, candidate = min(times, key=lambda pair: pair[0])
-        name = configure.tuning_key(packed, m, dtype)
+        name = configure.key(packed, m, dtype)
         fastest[name] = {"kind": candidate.kind, "config": dict(candidate.config), "ms": milliseconds}
     _keep(configure.tuned_file(packed.device), fastest)
     return fastest

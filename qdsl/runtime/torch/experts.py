@@ -235,7 +235,7 @@ def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
             not launch.fits_experts(x, packed):
         return False
-    options = plan.choose_candidate(packed, cdiv(m, experts), x.dtype, x.device).options
+    options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
     fused = BY_EXPERTS.name
     return next(option.candidate.kind for option in options if option.candidate.kind in (fused, "decode")) == fused
 
