@@ -85,7 +85,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
 
     with reported():
         is_pipeline = has_file(model, "model_index.json")
-    if prompt is not None and "/" not in model and Path(prompt).exists() and not Path(model).exists():
+    if prompt is not None and "/" not in model and os.path.exists(prompt) and not os.path.exists(model):  # a prompt may be long
         fail(f"{model}: no such folder or file; the model comes before the prompt: `qdsl generate {shlex.quote(prompt)} ...`", 2)
     if is_pipeline:
         refuse_options(typer_context, TEXT, f"language models, and {model} is a pipeline of diffusers")

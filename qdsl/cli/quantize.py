@@ -101,10 +101,10 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         return
     from qdsl.jobs.gguf import mixes
 
-    if out is not None and (out.suffix in OTHER_FILES or out.is_dir()):
-        fail(f"--type writes a GGUF file, and {out} {'is a folder' if out.is_dir() else 'names none'}: let its name end in .gguf",
-             2)
     with reported(2):
+        if out is not None and (out.suffix in OTHER_FILES or out.is_dir()):
+            fail(f"--type writes a GGUF file, and {out} {'is a folder' if out.is_dir() else 'names none'}: let its name end in "
+                 ".gguf", 2)
         chosen = mixes.mix_for(target_bits) if target_bits else mixes.mix_of(mix or "")
         options = mixes.Options(chosen, imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),

@@ -60,6 +60,15 @@ def test_text_is_streamed_and_figures_follow(fp8: Path) -> None:
     assert "MB resident" in result.stderr and "prompt: 10 tokens" in result.stderr and "answer: 12 tokens" in result.stderr
 
 
+def test_a_prompt_may_be_longer_than_names_of_files(fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model here, and of one that is not there: the two may have changed places."""
+    monkeypatch.chdir(fp8.parent)
+    prompt = "12 squared " * 30
+    result = run("generate", fp8.name, prompt, "-n", 1)
+    assert result.exit_code == 0 and f"prompt: {len(prompt)} tokens" in result.stderr
+    assert (missing := run("generate", "nowhere", prompt)).exit_code != 0 and "nowhere" in missing.stderr
+
+
 def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
     """Quantized on the way, sampled the same by the same seed, and with the chat template where there is one."""
     first, again, other = (json.loads(run("generate", plain, "1", "-f", "INT-Group", "--param", "bits=4", "--param", "group=32",

@@ -26,8 +26,9 @@ def packed_weight(name: str) -> PackedWeight:
     if format.variant(format.complete({})).encode is not None:
         return quantized(name, 256, 256).apply(torch.clone)
     empty, draw = format.empty((256, 256), device="cpu"), torch.Generator().manual_seed(0)
-    return empty.apply(lambda tensor: torch.randn(tensor.shape, generator=draw).to(tensor.dtype) if tensor.is_floating_point()
-                       else torch.randint(0, 100, tensor.shape, generator=draw).to(tensor.dtype))
+    return empty.apply(lambda tensor: torch.randn(tensor.shape, generator=draw, device="cpu").to(tensor.dtype)
+                       if tensor.is_floating_point()
+                       else torch.randint(0, 100, tensor.shape, generator=draw, device="cpu").to(tensor.dtype))
 
 
 class Model(nn.Module):
