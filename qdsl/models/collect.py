@@ -117,7 +117,7 @@ class CheckpointTensors:
         others: dict[str, Tensor] = {}                           # those for which the checkpoint has no name
         for name, tensor in plain.items():
             full, is_shared = self.origin.plain.get(name, name), id(tensor) in self._written and name not in self.origin.plain
-            if name in transient or full in self.tensors or is_shared or self._add_encoded(name, tensor):
+            if name in transient or full in self.tensors or is_shared or self._add_reencoded(name, tensor):
                 continue
             if name in self.origin.biases:
                 self._add_biases(name, tensor)
@@ -268,7 +268,7 @@ class CheckpointTensors:
         for full, tensor in kept.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
 
-    def _add_encoded(self, name: str, tensor: Tensor) -> bool:
+    def _add_reencoded(self, name: str, tensor: Tensor) -> bool:
         """Encode a layer again that the checkpoint stores without loss and the model as plain numbers; False where it cannot."""
         layer = self.origin.decoded.get(name)
         format = module_of(layer).FORMAT if layer is not None and layer.experts is None else None

@@ -97,7 +97,7 @@ class _Recognizer:
         every |= {name: self._layer(name, modules[name], transposed=True) for name in self._transposed(every)}
         used = {self.collector.kind(leaf, modules[name][leaf]) for name, layer in every.items() if layer is not None
                 for leaf in modules[name] if modules[name][leaf] in layer.tensors.values()}
-        every = {name: layer or self._leftover(name, modules[name], used) for name, layer in every.items()}
+        every = {name: layer or self._misfit_layer(name, modules[name], used) for name, layer in every.items()}
         if self.is_foreign and not any(every.values()):
             every = {name: self._unnamed(name, tensors) for name, tensors in modules.items()}
         quantized = {name: self._with_transforms(layer, modules[name]) for name, layer in every.items() if layer is not None}
@@ -229,7 +229,7 @@ class _Recognizer:
         shapes = ", ".join(f"{leaf} {entry.dtype} {list(entry.shape)}" for leaf, entry in entries.items())
         return f"{NOT_KNOWN}: {claims_text(module.claims) if module.claims else shapes}"
 
-    def _leftover(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
+    def _misfit_layer(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
         """A module with tensors of quantized layers that fits no format, such as a scale without codes."""
         present = self.collector.present(tensors)
         if not any(self.collector.kind(leaf, full) in used for leaf, full in present.items()):

@@ -71,9 +71,9 @@ class RecordReader:
         if not self.used:
             self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
             return None
-        return tuple(lines) if self.has_originals(kept, lines) else None
+        return tuple(lines) if self.check_originals(kept, lines) else None
 
-    def has_originals(self, record: Sequence[g.RecordLine], lines: Sequence[RecordLine]) -> bool:
+    def check_originals(self, record: Sequence[g.RecordLine], lines: Sequence[RecordLine]) -> bool:
         """Whether bits marked `again` are copies of items in equal loops; adds a problem if not."""
         stored = {_key(line, item) for line in lines for item in line.items if not item.again}
         spans = [item.span for line in record for item in line.fields if item.again]

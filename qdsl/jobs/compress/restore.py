@@ -78,7 +78,7 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
         plan = _plan(path, folders, like, shapes)
         request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()),
                    "like": absolute_reference(like)}
-        if stage.was_ended(out, request):
+        if stage.remove_if_ended(out, request):
             return _report(out, plan, plan.shards, [])
         stage.begin(out, request, force)
         mine = plan.shards if part is None else balanced_part(plan.shards, *part)

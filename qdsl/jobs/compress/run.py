@@ -52,7 +52,7 @@ def compress(path: Path, aim: Compression, out: Path, *, like: str | Path | None
         aim = replace(aim, only=components.selected_models(folders, aim.only))
         request = _as_from_json({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
                                  "like": absolute_reference(like), **asdict(aim)})
-        if stage.was_ended(out, request):
+        if stage.remove_if_ended(out, request):
             return _report(out, aim, (), (), [])
         work = _work(path, folders, aim, out, like, shapes)
         stage.begin(out, request, force)

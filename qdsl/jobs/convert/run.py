@@ -142,7 +142,7 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Conversion, out: Path, j
     jobs = jobs or _default_jobs(shards)
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
     request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
-    if stage.was_ended(out, request):
+    if stage.remove_if_ended(out, request):
         shards = [replace(shard, size=(out / shard.name).stat().st_size) for shard in shards]     # entropy codes have theirs
         return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
     place = stage.begin(out, request, force)

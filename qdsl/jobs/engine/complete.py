@@ -45,7 +45,7 @@ def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, dict[str, dict[s
     models: dict[str, dict[str, dict[str, int]]] = {"": {}}
     for shard in shards:
         model, _, file = shard.name.rpartition("/")
-        models.setdefault(model, {})[file] = stage.tensor_checksums(shard, out)
+        models.setdefault(model, {})[file] = stage.recorded_checksums(shard, out)
     return models
 
 

@@ -137,7 +137,7 @@ def end(out: Path) -> None:
     remove(out)
 
 
-def was_ended(out: Path, request: dict[str, Any]) -> bool:
+def remove_if_ended(out: Path, request: dict[str, Any]) -> bool:
     """Whether an earlier process completed this work, but was killed before it removed the stage; removes it.
 
     Raises OccupiedFolder where another work is complete in the folder.
@@ -210,7 +210,7 @@ def write_note(shard: Shard, stage: Path, content: Mapping[str, Any]) -> None:
     write(shard_folder(stage, shard) / NOTE, {**_fingerprint(shard), **content})
 
 
-def tensor_checksums(shard: Shard, out: Path) -> dict[str, int]:
+def recorded_checksums(shard: Shard, out: Path) -> dict[str, int]:
     """The CRC-32 of a shard's tensors, by name."""
     checksums = read(shard_folder(out / STAGE, shard) / NOTE).get("crc", {})
     if not has_type(checksums, {"*": int}):

@@ -97,7 +97,7 @@ def _set_epsilon(model: Any, epsilon: float) -> None:
         elif hasattr(module, "normalized_shape") and not hasattr(module, "eps"):
             module.forward = partial(nn.functional.layer_norm, normalized_shape=module.normalized_shape, eps=epsilon)
         elif type(module).__name__.endswith("GatedDeltaNet"):
-            module.forward = MethodType(_with_rules(type(module).forward, epsilon), module)
+            module.forward = MethodType(_with_delta_rule_epsilon(type(module).forward, epsilon), module)
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _scaled_experts(experts: Any, scales: Mapping[str, list[float]], forward: Ca
 # -- linear attention ------------------------------------------------------------------------------------------------------
 
 
-def _with_rules(forward: Any, epsilon: float) -> Any:
+def _with_delta_rule_epsilon(forward: Any, epsilon: float) -> Any:
     """The `forward` of a class whose rules of deltas, functions of its file, normalize queries and keys by an epsilon."""
     own = inspect.unwrap(forward)
     rules = {name: partial(_normalized, rule, epsilon) for name, rule in own.__globals__.items()

@@ -126,7 +126,7 @@ def word_steps(vocabulary: Vocabulary) -> list[Any]:
     return steps + ([] if vocabulary.pre.get("characters") else of_bytes)
 
 
-def by_ranks(vocabulary: Vocabulary) -> Divide:
+def by_merge_ranks(vocabulary: Vocabulary) -> Divide:
     """Pairs are merged by rank inside of words; what is no token then becomes bytes that are, and others are left out."""
     numbers, pre = numbers_of(vocabulary), vocabulary.pre
     ranks: dict[tuple[str, str], int] = {}
@@ -298,4 +298,4 @@ def byte_names(vocabulary: Vocabulary) -> list[str]:
 
 
 DIVIDERS: Mapping[str, Callable[[Vocabulary], Divide]] = {
-    "bpe": by_ranks, "spm": by_scores, "unigram": by_sums, "trie": by_length}
+    "bpe": by_merge_ranks, "spm": by_scores, "unigram": by_sums, "trie": by_length}

@@ -11,7 +11,7 @@ from typing import Any
 from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
 from qdsl.compiler.emit.branch_description import branch_data
 from qdsl.compiler.emit.literals import not_empty
-from qdsl.compiler.emit.module.slices import slices_of
+from qdsl.compiler.emit.module.slices import stored_arguments
 from qdsl.compiler.emit.show.page import bits_per_weight
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import DecodeBody
@@ -130,7 +130,7 @@ def _tensor(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     adds = change.amount if change is not None and change.field is None and change.op == "+" else 0
     return (*_type_and_axes(program, tensors), *options(
         aliases=tensor.aliases, optional=tensor.placements[0].field if tensor.optional else "", padding=_padding_bits(tensor),
-        seen=tuple(axis.value for axis in tensor.seen), within=tensor.within, adds=adds, **slices_of(program, tensors)))
+        seen=tuple(axis.value for axis in tensor.seen), within=tensor.within, adds=adds, **stored_arguments(program, tensors)))
 
 
 def _type_and_axes(program: Program, tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -185,4 +185,5 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
 
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> tuple[Any, ...]:
     """The entropy code of a tensor, the decoded tensor, and the code's tensors by role."""
-    return stream.coding, (*_type_and_axes(program, [tensor]), *options(**slices_of(program, [tensor]))), dict(stream.tensors)
+    decoded = (*_type_and_axes(program, [tensor]), *options(**stored_arguments(program, [tensor])))
+    return stream.coding, decoded, dict(stream.tensors)

@@ -14,7 +14,7 @@ from qdsl.core.layout import FieldSlice, Layout
 Step = tuple[int | str, ...]                                     # bits; or elements, and their axis
 
 
-def slices_of(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def stored_arguments(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """The arguments of `Stored` for the bits of a tensor, or of its sections: `field` if it is one, in order, else `slices`."""
     pieces = tuple(piece for number, tensor in enumerate(tensors) for piece in _pieces(program, tensor, number))
     plain = [*range(len(tensors[0].axes))]
