@@ -232,7 +232,8 @@ def test_drawn_formats(way: str, tmp_path_factory: pytest.TempPathFactory) -> No
             try:
                 module = qdsl.load(folder / "drawn.yaml")
             except SpecError as error:
-                assert "need not nest" in str(error), spec.text   # blocks of group and of a constant
+                # blocks of group and of a constant; digits of base 3 whose bytes lie in another order than the columns
+                assert "need not nest" in str(error) or "do not fit containers of up to 8 bytes" in str(error), spec.text
                 return
             check_format(draw, spec, module)
 
